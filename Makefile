@@ -1,0 +1,47 @@
+# The menu. Every target makes .venv and installs into it when needed.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check size bench campaign install clean
+
+help:
+	@echo "make demo      train the embedded default with 1 and with 4 workers, end with a report"
+	@echo "make test      checks (format, lint, types, rooms), then every test"
+	@echo "make check     format, lint, types, rooms"
+	@echo "make size      the tail of the tree: longest functions, files, constructors, suppressions"
+	@echo "make bench     step time against tuned DDP in a cluster in a box (root)"
+	@echo "make campaign  the long fault campaigns; records go to benchmarks/records"
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (a minute or two, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,vision]'
+	@touch $@
+
+install: $(READY)
+
+demo: $(READY)
+	$(BIN)/stretto demo
+
+check: $(READY)
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+test: check
+	$(BIN)/python -m pytest --durations=10
+
+size: $(READY)
+	@$(BIN)/python tools/size.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step.py
+
+campaign: $(READY)
+	$(BIN)/python benchmarks/campaign.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache runs

@@ -1,0 +1,49 @@
+"""``stretto``: the verbs, none of which is imported before it is asked for."""
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError
+
+from stretto.errors import StrettoError
+
+VERBS = {
+    "demo": ("stretto.cli.demo:demo", "Train the embedded default with 1 and 4 workers; report."),
+    "train": ("stretto.cli.train:train", "Train a run file; under torchrun or a lab, join."),
+    "lab": ("stretto.cli.lab:lab", "Run a command on a cluster in a box with slow links."),
+    "bench": ("stretto.cli.bench:bench", "Measure against the peer and the bound."),
+}
+
+
+def build_app() -> App:
+    """Return the parser; help texts stand here so that printing them imports nothing heavy."""
+    app = App(
+        name="stretto",
+        help="Distributed training in which communication is data before it is action.",
+        version=_version,
+        result_action="return_value",
+    )
+    for verb, (path, text) in VERBS.items():
+        app.command(path, name=verb, help=text)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; return the exit code: 0 done, 1 the run failed, 2 the caller's mistake."""
+    try:
+        code = build_app()(arguments, exit_on_error=False, print_error=True, help_on_error=False)
+    except CycloptsError:
+        return 2
+    except StrettoError as failure:
+        sys.stderr.write(f"stretto: {failure}\n")
+        return failure.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stretto: interrupted\n")
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("stretto")

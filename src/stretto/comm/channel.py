@@ -1,0 +1,71 @@
+"""The seam under every collective: what a rank can do with its peers.
+
+Three implementations ship: processes over torch.distributed (`torch_channel`), threads of one
+process (`local`), and a recorder around either (`recording`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Parcel(NamedTuple):
+    """A contiguous tensor that leaves for ``peer``, or the place where one from it will land."""
+
+    peer: int
+    tensor: Tensor
+    lane: int = 0
+
+
+class Pending(Protocol):
+    """Something started that owns its buffers until `wait` returns."""
+
+    def wait(self) -> None:
+        """Return when it is done; raise `ChannelError` when it failed. May be called again."""
+        ...
+
+    @property
+    def finished_s(self) -> float | None:
+        """Monotonic time at which it was done, for time-lines; None while it is not."""
+        ...
+
+
+class Channel(Protocol):
+    """A rank's end of a group; all members call the same things in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """My place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        ...
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Send and receive everything at once; return when all has left and arrived.
+
+        Messages between two ranks on one lane arrive in the order they were sent. The parcels
+        of one call must not overlap in memory where one of them is a receive.
+        """
+        ...
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin the back end's own sum into ``tensor``; several may be in flight, in one order."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; nothing may be in flight."""
+        ...
+
+
+class Finished:
+    """The `Pending` of something that was done when it was returned."""
+
+    def __init__(self, finished_s: float) -> None:
+        self.finished_s: float | None = finished_s
+
+    def wait(self) -> None:
+        """Return at once."""

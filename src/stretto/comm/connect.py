@@ -1,0 +1,21 @@
+"""From a `World` to a `Channel` that reaches all of it."""
+
+from stretto.cluster.store import join_store
+from stretto.cluster.world import World
+from stretto.comm.channel import Channel
+from stretto.comm.local import local_channels
+from stretto.comm.torch_channel import open_channel
+
+
+def connect(world: World, timeout_s: float = 300.0) -> Channel:
+    """Return this rank's channel to all others; a world of one needs no network."""
+    if world.meeting is None:
+        return local_channels(1)[0]
+    return open_channel(
+        join_store(world, timeout_s),
+        rank=world.rank,
+        members=range(world.size),
+        generation=world.generation,
+        interface=world.interface,
+        timeout_s=timeout_s,
+    )

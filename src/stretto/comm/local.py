@@ -1,0 +1,139 @@
+"""Ranks as threads of one process: the channel of tests, demonstrations and notebooks."""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.comm.channel import Finished, Parcel, Pending
+from stretto.errors import ChannelError
+
+T = TypeVar("T")
+
+
+class _Hub:
+    """What the threads share: letter boxes, and the tables at which sums are made."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.boxes: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
+        self.tables: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.sums: dict[int, Tensor] = {}
+        self.broken: str | None = None
+
+    def wait_for(self, ready: Callable[[], Any], what: str) -> None:
+        """Wait, the lock held, until ``ready``; end in a named error on a failure or time-out."""
+        done = self.changed.wait_for(lambda: self.broken or ready(), self.timeout_s)
+        if self.broken:
+            raise ChannelError(f"{what}: {self.broken}")
+        if not done:
+            raise ChannelError(f"{what}: no answer within {self.timeout_s:g} s")
+
+
+class LocalChannel:
+    """One thread's end of a group of threads; made by `local_channels`."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._sums = 0
+
+    @property
+    def rank(self) -> int:
+        """My place in the group."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return self._hub.size
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Send and receive everything at once."""
+        hub = self._hub
+        with hub.changed:
+            for peer, tensor, lane in sends:
+                hub.boxes[self._rank, peer, lane].append(tensor.clone())
+            hub.changed.notify_all()
+            for peer, tensor, lane in receives:
+                box = hub.boxes[peer, self._rank, lane]
+                hub.wait_for(lambda box=box: box, f"rank {self._rank} waits for rank {peer}")
+                letter = box.popleft()
+                if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
+                    raise ChannelError(
+                        f"rank {self._rank} expects {tuple(tensor.shape)} {tensor.dtype} from "
+                        f"rank {peer}, which sent {tuple(letter.shape)} {letter.dtype}"
+                    )
+                tensor.copy_(letter)
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Sum in rank order, once, by whoever comes last; the others copy."""
+        hub, index = self._hub, self._sums
+        self._sums += 1
+        with hub.changed:
+            table = hub.tables[index]
+            table[self._rank] = tensor
+            if len(table) == hub.size:
+                hub.sums[index] = _sum_in_rank_order(table)
+                hub.changed.notify_all()
+            hub.wait_for(lambda: index in hub.sums, f"rank {self._rank} waits for sum {index}")
+            tensor.copy_(hub.sums[index])
+            del table[self._rank]
+            if not table:
+                del hub.tables[index], hub.sums[index]
+        return Finished(time.monotonic())
+
+    def close(self) -> None:
+        """Leave the group; threads need nothing more."""
+
+    def fail(self, reason: str) -> None:
+        """Wake every waiting member with ``reason``."""
+        with self._hub.changed:
+            self._hub.broken = self._hub.broken or reason
+            self._hub.changed.notify_all()
+
+
+def local_channels(size: int, timeout_s: float = 60.0) -> list[LocalChannel]:
+    """Return the connected ends of a new group of ``size`` threads."""
+    hub = _Hub(size, timeout_s)
+    return [LocalChannel(hub, rank) for rank in range(size)]
+
+
+def run_local(size: int, work: Callable[[LocalChannel], T], timeout_s: float = 60.0) -> list[T]:
+    """Run ``work(channel)`` as ``size`` ranks, a thread each; return their results in rank order.
+
+    The first failure wakes the others and is raised here.
+    """
+    channels = local_channels(size, timeout_s)
+    results: dict[int, T] = {}
+    failures: list[BaseException] = []
+
+    def run(channel: LocalChannel) -> None:
+        try:
+            results[channel.rank] = work(channel)
+        except BaseException as failure:  # noqa: BLE001 - handed to the caller's thread below
+            failures.append(failure)
+            channel.fail(f"rank {channel.rank} failed: {failure}")
+
+    threads = [threading.Thread(target=run, args=(channel,), daemon=True) for channel in channels]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [results[rank] for rank in range(size)]
+
+
+def _sum_in_rank_order(table: dict[int, Tensor]) -> Tensor:
+    total = table[0].clone()
+    with torch.no_grad():
+        for rank in range(1, len(table)):
+            total.add_(table[rank])
+    return total

@@ -1,0 +1,118 @@
+"""Sums buckets over ranks while backward goes on, in one order on every rank."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from stretto.comm.buckets import Bucket
+from stretto.comm.channel import Channel, Pending
+from stretto.comm.courier import Courier, Ticket
+from stretto.comm.execute import Scratch, start
+from stretto.comm.schedule import Schedule
+from stretto.errors import StrettoError
+from stretto.telemetry.timeline import Recorder, Span
+
+
+class Weights(Protocol):
+    """What a rank's gradients are multiplied by, and what the sum is divided by."""
+
+    def start(self, courier: Courier, channel: Channel) -> None:
+        """Begin to agree on the divisor, before a step's first bucket leaves."""
+        ...
+
+    def mine(self) -> float:
+        """This rank's factor."""
+        ...
+
+    def total(self) -> float:
+        """The divisor; waits for it if need be."""
+        ...
+
+
+class Summed:
+    """Gradients arrive ready to be added: nothing to multiply, divide or agree on."""
+
+    def start(self, courier: Courier, channel: Channel) -> None:
+        """Send nothing."""
+
+    def mine(self) -> float:
+        """Return one."""
+        return 1.0
+
+    def total(self) -> float:
+        """Return one."""
+        return 1.0
+
+
+class Reducer:
+    """Counts gradients in, starts each bucket when it and all before it are complete."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        schedules: Sequence[Schedule],
+        channel: Channel,
+        weights: Weights,
+        recorder: Recorder,
+    ) -> None:
+        self._buckets = buckets
+        self._schedules = schedules
+        self._channel = channel
+        self._weights = weights
+        self._recorder = recorder
+        self._courier = Courier()
+        self._scratch = Scratch()
+        self._reset()
+
+    def gradient_ready(self, index: int) -> None:
+        """Note one more gradient of bucket ``index``; called from backward's hooks."""
+        self._missing[index] -= 1
+        if self._missing[index] < 0:
+            raise StrettoError(
+                "backward ran again after its gradients had left for the other ranks: tell how many "
+                "backward passes make one step (accumulation=...), and step the optimizer after them"
+            )
+        self._start(lambda: self._missing[len(self._tickets)] <= 0)
+
+    def finish(self, step: int) -> None:
+        """Start what backward left unsent (absent gradients count as zero), wait for all sums."""
+        self._start(lambda: True)
+        with self._recorder.span("wait for gradients", "wait", step=step):
+            total = self._weights.total()
+            for index, (bucket, ticket) in enumerate(
+                zip(self._buckets, self._tickets, strict=True)
+            ):
+                pending = ticket.wait()
+                bucket.unpack(total)
+                self._note(step, index, pending)
+        self._reset()
+
+    def close(self) -> None:
+        """End the communication thread."""
+        self._courier.close()
+
+    def _reset(self) -> None:
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._tickets: list[Ticket] = []
+        self._started_s = [0.0] * len(self._buckets)
+
+    def _start(self, ready: Callable[[], bool]) -> None:
+        while len(self._tickets) < len(self._buckets) and ready():
+            if not self._tickets:
+                self._weights.start(self._courier, self._channel)
+            index = len(self._tickets)
+            self._tickets.append(self._courier.submit(lambda i=index: self._send(i)))
+
+    def _send(self, index: int) -> Pending:
+        """On the courier's thread: lay the gradients out and start the bucket's message."""
+        bucket = self._buckets[index]
+        bucket.pack(self._weights.mine())
+        self._started_s[index] = time.monotonic()
+        return start(self._schedules[index], bucket.flat, self._channel, self._scratch)
+
+    def _note(self, step: int, index: int, pending: Pending) -> None:
+        started_s = self._started_s[index]
+        ended_s = max(started_s, pending.finished_s or time.monotonic())
+        # Two sums may be in flight: neighbours are drawn on lanes of their own.
+        lane, num_bytes = f"comm {index % 2}", self._buckets[index].num_bytes
+        self._recorder.add(Span(f"bucket {index}", lane, started_s, ended_s, step, num_bytes))

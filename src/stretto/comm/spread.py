@@ -1,0 +1,49 @@
+"""Make tensors equal on all ranks: rank 0's, or the mean."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from stretto.comm.algorithms import ALLREDUCE, broadcast
+from stretto.comm.channel import Channel
+from stretto.comm.execute import execute
+
+
+@torch.no_grad()
+def spread_from_rank_0_(tensors: Iterable[Tensor], channel: Channel) -> None:
+    """Overwrite ``tensors`` with those of rank 0; one message per type; all ranks together."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        groups[tensor.dtype, tensor.device].append(tensor.detach())
+    for group in groups.values():
+        flat = _flatten_dense_tensors(group)
+        # Bytes travel: whatever the type (bool, int64, bf16), the back end need not know it.
+        execute(broadcast(channel.size), flat.view(torch.uint8), channel)
+        for tensor, value in zip(group, _unflatten_dense_tensors(flat, group), strict=True):
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def average_(tensors: list[Tensor], channel: Channel) -> None:
+    """Overwrite ``tensors`` with their mean over ranks, added in float64; all ranks together."""
+    if not tensors:
+        return
+    flat = _flatten_dense_tensors([tensor.detach().double() for tensor in tensors])
+    execute(ALLREDUCE["native"](channel.size), flat, channel)
+    flat.div_(channel.size)
+    for tensor, value in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
+        tensor.copy_(value)
+
+
+def spread_text(text: str, channel: Channel) -> str:
+    """Return rank 0's ``text`` on every rank; all ranks together."""
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    length = torch.tensor([len(text.encode())])
+    spread_from_rank_0_([length], channel)
+    if channel.rank:
+        data = torch.zeros(max(1, int(length)), dtype=torch.uint8)
+    spread_from_rank_0_([data], channel)
+    return bytes(data[: int(length)].tolist()).decode()

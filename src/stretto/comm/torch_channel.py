@@ -1,0 +1,123 @@
+"""Ranks as processes: a channel over a torch.distributed process group of its own.
+
+Note: groups and generations. The default group of torch.distributed is never used. A group is
+built on the launcher's store under a prefix that names its *generation*; after a death the
+survivors build the next generation on the same store, with other members, and close the old one.
+"""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.comm.channel import Parcel, Pending
+from stretto.errors import ChannelError
+
+
+class TorchChannel:
+    """This process's end of one generation of a group; made by `open_channel`."""
+
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
+        self._group = group
+        self._members = tuple(members)
+
+    @property
+    def rank(self) -> int:
+        """My place in the group."""
+        return self._group.rank()
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return self._group.size()
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Post every receive, then every send, then wait for all."""
+        works: list[tuple[str, int, Any]] = []
+        peer = -1
+        try:
+            for peer, tensor, lane in receives:
+                works.append(("receiving from", peer, self._group.recv([tensor], peer, lane)))
+            for peer, tensor, lane in sends:
+                works.append(("sending to", peer, self._group.send([tensor], peer, lane)))
+            for _doing, peer, work in works:
+                work.wait()
+        except RuntimeError as failure:
+            raise ChannelError(self._describe(peer, failure)) from failure
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Begin the back end's own sum."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        try:
+            return _Work(self._group.allreduce([tensor], options), self)
+        except RuntimeError as failure:
+            raise ChannelError(self._describe(-1, failure)) from failure
+
+    def close(self) -> None:
+        """Leave the group; peers that still wait for us fail at once instead of timing out."""
+        self._group.shutdown()
+
+    def _describe(self, peer: int, failure: RuntimeError) -> str:
+        who = "a peer" if peer < 0 else f"rank {self._members[peer]}"
+        reason = str(failure).splitlines()[0]
+        return f"rank {self._members[self.rank]} lost {who}: {reason}"
+
+
+class _Work:
+    """A native collective in flight; remembers when it was done, for the time-line."""
+
+    def __init__(self, work: Any, channel: TorchChannel) -> None:
+        self._work = work
+        self._channel = channel
+        self.finished_s: float | None = None
+        work.get_future().add_done_callback(self._finished)
+
+    def wait(self) -> None:
+        """Return when the sum is there."""
+        try:
+            self._work.wait()
+        except RuntimeError as failure:
+            raise ChannelError(self._channel._describe(-1, failure)) from failure
+
+    def _finished(self, _future: object) -> None:
+        self.finished_s = time.monotonic()
+
+
+def open_channel(
+    store: dist.Store,
+    *,
+    rank: int,
+    members: Sequence[int],
+    generation: int = 0,
+    interface: str | None = None,
+    timeout_s: float = 300.0,
+) -> TorchChannel:
+    """Build one generation of a group over Gloo; every member calls this with equal arguments.
+
+    Args:
+        store: Where members meet; it outlives the group.
+        rank: My rank in the world; my rank in the group is its place among ``members``.
+        members: World ranks of the group, in order.
+        generation: Grows with each rebuild, so that a late member of an old one meets nobody.
+        interface: Network interface to listen on; loopback when None.
+        timeout_s: How long a peer may be silent before it counts as lost.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # Two sums in flight keep the wire busy while the first one ends; more only add contention.
+    options._threads = 2
+    prefix = dist.PrefixStore(f"channel/{generation}", store)
+    try:
+        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface or "lo")]
+        group = dist.ProcessGroupGloo(prefix, members.index(rank), len(members), options)
+    except RuntimeError as failure:
+        reason = str(failure).splitlines()[0]
+        raise ChannelError(
+            f"rank {rank} could not join generation {generation} of {len(members)} ranks "
+            f"on interface {interface or 'lo'}: {reason}"
+        ) from failure
+    return TorchChannel(group, members)

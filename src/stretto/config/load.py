@@ -1,0 +1,112 @@
+"""From a TOML run file and ``table.key=value`` overrides to a checked config with origins."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
+
+from stretto.config.explain import TOO_DEEP, explain
+from stretto.config.read import parse_key, parse_overrides, read_file
+from stretto.config.shape import Config
+from stretto.config.text import dotted, printable
+from stretto.config.tree import (
+    DEFAULT,
+    OVERRIDE,
+    Table,
+    complete,
+    layer_table,
+    leaves,
+    mark,
+    mark_table,
+    nest,
+    plain,
+    with_origins,
+)
+from stretto.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[C]):
+    """A config, and for every leaf of it (by dotted key) who set it."""
+
+    config: C
+    origin: Mapping[str, str]
+    """``"default"``, the run file's name, ``"override"``, or the note given to `resolve`."""
+
+
+def load(model: type[C], file: Path | None, overrides: Sequence[str] = ()) -> Loaded[C]:
+    """Read ``file`` (or nothing), lay ``overrides`` over it, check the whole against ``model``.
+
+    Overrides of a ``kind`` go first, whatever their order: a table whose kind an override
+    changes starts anew, without what the file said for the other kind.
+
+    Raises:
+        ConfigError: listing every problem found.
+    """
+    source = printable(file.name) if file else "no run file"
+    try:
+        table = complete(model, mark_table(read_file(file), source) if file else {})
+        for path, content in sorted(parse_overrides(overrides), key=_kinds_first):
+            table = layer_table(table, nest(path, mark(content, OVERRIDE)))
+        return _checked(model, table, source)
+    except RecursionError:
+        raise ConfigError(f"{source}: {TOO_DEEP}") from None
+
+
+def resolve(loaded: Loaded[C], derived: Mapping[str, object], note: str = "derived") -> Loaded[C]:
+    """Return a copy in which the dotted keys of ``derived`` are set, with origin ``note``.
+
+    Values may be anything a config holds, tuples, paths and configs included; tables are merged
+    key by key. The result is checked like a file.
+    """
+    table = tree_of(loaded)
+    for key, value in derived.items():
+        content = to_jsonable_python(value)
+        table = layer_table(table, nest(parse_key(key), mark(content, note)))
+    return _checked(type(loaded.config), table, note)
+
+
+def tree_of(loaded: Loaded[C]) -> Table:
+    """Return the whole config as a tree whose leaves bear their origins."""
+    return with_origins(_dumped(loaded.config), loaded.origin)
+
+
+def _kinds_first(override: tuple[tuple[str, ...], object]) -> tuple[bool, int]:
+    path, _ = override
+    return (path[-1] != "kind", len(path) if path[-1] == "kind" else 0)
+
+
+def _checked(model: type[C], table: Table, source: str) -> Loaded[C]:
+    table = complete(model, table)
+    # As JSON, because only there strict validation lets a list be a tuple and text be a path.
+    text = json.dumps(plain(table), default=_date_as_text)
+    try:
+        config = model.model_validate_json(text)
+    except ValidationError as wrong:
+        errors = wrong.errors(include_url=False, include_input=False)
+        raise ConfigError(explain(model, table, errors, source)) from None
+    given = {path: leaf.origin for path, leaf in leaves(table)}
+    paths = (path for path, _ in leaves(_dumped(config)))
+    return Loaded(config, {dotted(path): _origin(given, path) for path in paths})
+
+
+def _dumped(config: Config) -> Table:
+    return mark_table(config.model_dump(mode="json"), DEFAULT)
+
+
+def _origin(given: Mapping[tuple[str, ...], str], path: tuple[str, ...]) -> str:
+    """Return who set ``path``, or the value it was made of (a validator may unfold a text)."""
+    prefixes = (path[:end] for end in range(len(path), 0, -1))
+    return next((given[prefix] for prefix in prefixes if prefix in given), DEFAULT)
+
+
+def _date_as_text(value: object) -> str:
+    assert isinstance(value, date | time), f"TOML has no {type(value).__name__}"
+    return value.isoformat()

@@ -1,0 +1,127 @@
+"""Residual networks, depths 18, 34 and 50.
+
+He et al., 2016 (arXiv:1512.03385), in the form called v1.5: a bottleneck's stride sits in its
+3x3 convolution. The last norm of each block begins at zero, so that a block begins as the
+identity (Goyal et al., 2017, arXiv:1706.02677).
+
+Shape suffixes: B batch, C channels, H height, W width, K classes.
+"""
+# ruff: noqa: N803, N806 - shape suffixes
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from stretto.config import Config
+
+Stem = Literal["imagenet", "small"]
+
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+_BOTTLENECK_EXPANSION = 4
+
+
+class ResNetConfig(Config):
+    """The ``[model]`` table of a run whose ``kind`` is ``"resnet"``."""
+
+    kind: Literal["resnet"] = "resnet"
+    depth: Literal[18, 34, 50] = 18
+    """Layers with weights; 50 is made of bottlenecks."""
+    classes: int = Field(default=8, ge=2)
+    """Length of the output."""
+    channels: int = Field(default=3, ge=1)
+    """Channels of the input images."""
+    stem: Stem = "small"
+    """First layers: "imagenet" divides height and width by 4, "small" leaves them."""
+    width: int = Field(default=64, ge=1)
+    """Channels of the first stage; each of the next three doubles them."""
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of residual blocks, the mean over places, one linear layer."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.stem = _stem(config)
+        has_bottlenecks = config.depth == 50
+        channels, blocks = config.width, list[nn.Module]()
+        for stage, num_blocks in enumerate(_BLOCKS[config.depth]):
+            inner = config.width * 2**stage
+            for index in range(num_blocks):
+                stride = 2 if stage > 0 and index == 0 else 1
+                branch = (_bottleneck if has_bottlenecks else _basic)(channels, inner, stride)
+                out = inner * _BOTTLENECK_EXPANSION if has_bottlenecks else inner
+                blocks.append(Residual(branch, _shortcut(channels, out, stride)))
+                channels = out
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels, config.classes)
+        _initialise_(self)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Return logits [B, K]."""
+        x_BCHW = self.blocks(self.stem(x_BCHW))
+        logits_BK: Tensor = self.head(x_BCHW.mean(dim=(2, 3)))
+        return logits_BK
+
+
+class Residual(nn.Module):
+    """relu(shortcut(x) + branch(x))."""
+
+    def __init__(self, branch: nn.Sequential, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of both ways, rectified."""
+        total: Tensor = self.branch(x) + self.shortcut(x)
+        return total.relu()
+
+
+def _stem(config: ResNetConfig) -> nn.Sequential:
+    if config.stem == "small":
+        return nn.Sequential(*_conv_norm(config.channels, config.width, 3, 1), nn.ReLU())
+    return nn.Sequential(
+        *_conv_norm(config.channels, config.width, 7, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+    )
+
+
+def _basic(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        *_conv_norm(channels_in, channels_out, 3, stride),
+        nn.ReLU(),
+        *_conv_norm(channels_out, channels_out, 3, 1),
+    )
+
+
+def _bottleneck(channels_in: int, inner: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        *_conv_norm(channels_in, inner, 1, 1),
+        nn.ReLU(),
+        *_conv_norm(inner, inner, 3, stride),
+        nn.ReLU(),
+        *_conv_norm(inner, inner * _BOTTLENECK_EXPANSION, 1, 1),
+    )
+
+
+def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
+    if stride == 1 and channels_in == channels_out:
+        return nn.Identity()
+    return nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
+
+
+def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int) -> list[nn.Module]:
+    conv = nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(channels_out)]
+
+
+def _initialise_(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, Residual):
+            last_norm = module.branch[-1]
+            assert isinstance(last_norm, nn.BatchNorm2d)
+            nn.init.zeros_(last_norm.weight)

@@ -1,0 +1,144 @@
+"""A whole run as one frozen tree, and how its parts are put together."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+
+from stretto.cluster.world import World
+from stretto.comm.channel import Channel
+from stretto.config import Config, Loaded, resolve, to_toml
+from stretto.data import DataConfig, ShapesConfig, Source, open_source
+from stretto.errors import ConfigError
+from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
+from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
+from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy
+from stretto.telemetry.events import Event
+from stretto.telemetry.timeline import Recorder
+from stretto.train.config import TrainConfig
+from stretto.train.parts import Parts, count_steps
+
+
+class RunSection(Config):
+    """The ``[run]`` table: what the run is called, where it lives, what it may use."""
+
+    name: str = Field(default="run", min_length=1, max_length=100, pattern=r"^[\w][\w.-]*$")
+    """Letters, digits, dot, dash and underscore."""
+    folder: str = "runs"
+    """The run keeps everything it writes in ``folder/name``."""
+    seed: int = Field(default=0, ge=0)
+    """Weights, order of samples and dropout follow from it."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads per rank; this rank's share of the cores when not set. Part of the numbers:
+    runs are bit-equal only at equal threads."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """How long a peer may be silent before it counts as lost."""
+    trace: bool = True
+    """Whether each rank writes its time-line."""
+
+
+class RunConfig(Config):
+    """Everything a run file may say."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig = CNNConfig()
+    data: DataConfig = ShapesConfig()
+    optim: OptimConfig = SGDConfig()
+    strategy: StrategyConfig = AllReduceConfig()
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run keeps everything it writes."""
+        return Path(self.run.folder) / self.run.name
+
+
+def resolve_run(loaded: Loaded[RunConfig], world: World) -> Loaded[RunConfig]:
+    """Return the config with what the run derives written out: threads, bucket cuts.
+
+    Fed back as a run file it gives the same run, bit for bit, on any launcher.
+    """
+    config = loaded.config
+    _, model = check(config)
+    derived: dict[str, object] = {}
+    if config.run.threads is None:
+        derived["run.threads"] = world.threads
+    if config.strategy.cuts is None:
+        derived["strategy.cuts"] = bucket_cuts(config.strategy, model)
+    return resolve(loaded, derived)
+
+
+def digest(config: RunConfig) -> str:
+    """Return a fingerprint of the settings, the same on every rank of one run."""
+    text = config.model_dump_json(exclude={"run": {"folder", "threads"}})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def assemble(
+    loaded: Loaded[RunConfig],
+    world: World,
+    channel: Channel,
+    report: Callable[[Event], None],
+    generation: int = 0,
+) -> Parts:
+    """Build everything the loop needs; all ranks call this together."""
+    config = loaded.config
+    source, model = check(config)
+    recorder = Recorder(world.rank)
+    strategy = build_strategy(config.strategy, channel, recorder)
+    model, optimizer = strategy.attach(model, make_optimizer(config.optim))
+    total_steps = count_steps(config.train, source.num_samples)
+    return Parts(
+        config=config.train,
+        seed=config.run.seed,
+        world=world,
+        channel=channel,
+        model=model,
+        optimizer=optimizer,
+        strategy=strategy,
+        source=source,
+        test_source=open_source(config.data, train=False),
+        rate_at=lambda step: rate_at(config.optim, step, total_steps),
+        report=report,
+        recorder=recorder,
+        checkpoints=config.run_dir / "checkpoints",
+        generation=generation,
+        facts={"config": to_toml(loaded), "digest": digest(config)},
+    )
+
+
+def check(config: RunConfig) -> tuple[Source, nn.Module]:
+    """Build data and model and try them on each other: mistakes show before anything starts.
+
+    Raises:
+        ConfigError: The batch is larger than the data, or the model cannot take its samples.
+    """
+    source = open_source(config.data, train=True)
+    if config.train.batch > source.num_samples:
+        raise ConfigError(
+            f"train.batch = {config.train.batch}: the data has only {source.num_samples} training "
+            "samples; lower the batch or take more data"
+        )
+    model = build_model(config.model, config.run.seed)
+    _check_fit(config, model, source)
+    bucket_cuts(config.strategy, model)
+    return source, model
+
+
+def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
+    inputs, targets = source.batch(np.arange(min(source.num_samples, 64)))
+    model.eval()
+    try:
+        with torch.no_grad():
+            per_sample_loss(model(inputs), targets)
+    except (RuntimeError, IndexError, ValueError, TypeError) as wrong:
+        reason = str(wrong).splitlines()[0]
+        raise ConfigError(
+            f"model.kind = {config.model.kind!r} cannot learn data.kind = {config.data.kind!r}: "
+            f"a trial on {len(inputs)} samples of shape {list(inputs.shape[1:])} failed: {reason}"
+        ) from wrong
+    model.train()

@@ -1,0 +1,73 @@
+"""The contract between the training step and a strategy: how the ranks stay one model.
+
+The moments, in the order the loop calls them (`stretto.train.loop` draws them in place)::
+
+    model, optimizer = strategy.attach(model, make_optimizer)     once
+    for every step:
+        for every micro-batch:
+            strategy.begin(step, micro, last_micro, lr)
+            forward, backward                       hooks set in `attach` overlap communication
+        strategy.after_backward()                   gradients are what the optimizer should see
+        optimizer.step()
+        strategy.after_update()                     parameters are what the next forward should see
+    strategy.settle()                               before evaluation, checkpoint and shutdown
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+"""Builds the optimizer once the strategy has the model in its final form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of the step's gradients; None where nobody asked (`reads_gradients`)."""
+
+    finite: bool | None = None
+    norm: Tensor | None = None
+
+
+class Strategy(Protocol):
+    """How the ranks stay one model; one rank is never a special case."""
+
+    reads_gradients: bool
+    """Somebody reads whole gradients before the update (clipping, loss scaling, own hooks)."""
+
+    def attach(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, Optimizer]:
+        """Take charge of ``model`` once; all ranks call it together and leave with equal models."""
+        ...
+
+    def begin(self, step: int, micro: int, last_micro: bool, lr: float) -> None:
+        """Announce a micro-batch before its forward; gradients count once ``last_micro`` is set."""
+        ...
+
+    def after_backward(self) -> Agreed:
+        """Turn local gradients into those the optimizer should see; once a step."""
+        ...
+
+    def after_update(self) -> None:
+        """Turn local parameters into those the next forward should see; once a step."""
+        ...
+
+    def settle(self) -> None:
+        """Drain what is in flight and make parameters and buffers whole and equal everywhere."""
+        ...
+
+    def close(self) -> None:
+        """End threads; the channel is the caller's."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beyond model and optimizer."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take it back."""
+        ...

@@ -1,0 +1,134 @@
+"""What a run tells while it goes on: frozen events, and their form as one JSON object each."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from stretto.errors import StrettoError
+
+
+@dataclass(frozen=True, slots=True)
+class RunStarted:
+    """The first word of a run, and again of every resumption of it."""
+
+    run: str
+    workers: int
+    hosts: int
+    strategy: str
+    steps: int
+    model: str
+    parameters: int
+    threads: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A logged optimizer step; the shares are parts of the step's time and sum to at most one."""
+
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    step_s: float
+    compute_share: float
+    comm_share: float
+    """Communication that compute did not hide."""
+    data_share: float
+    """Waiting for the next batch."""
+    time_left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDone:
+    """The model as it was after ``step``, measured on data it has not been trained on."""
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: float | None
+    """Right answers as a fraction of all; None where the task has no such thing."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint is complete at ``path``: from here on a resumption may start with it."""
+
+    step: int
+    path: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The last word of a run that came to its end by itself."""
+
+    step: int
+    seconds: float
+    loss: float
+    accuracy: float | None
+    samples_per_s: float
+    scaling: dict[str, float] | None = None
+    """Measured scaling by name (a speed-up, an efficiency), where there is something to compare."""
+
+
+Event = RunStarted | StepDone | EvalDone | CheckpointSaved | RunEnded
+
+EVENTS: Mapping[str, type[Event]] = {
+    "run_started": RunStarted,
+    "step_done": StepDone,
+    "eval_done": EvalDone,
+    "checkpoint_saved": CheckpointSaved,
+    "run_ended": RunEnded,
+}
+_NAMES = {kind: name for name, kind in EVENTS.items()}
+
+
+def to_record(event: Event, *, time: str | None = None) -> dict[str, Any]:
+    """Return ``event`` as an object that every JSON reader takes.
+
+    JSON has no NaN and no infinity: they become the words "nan", "inf" and "-inf".
+
+    Args:
+        event: What happened.
+        time: When, as ISO wall-clock text; an event knows no clock, the sink that keeps it does.
+    """
+    stamp = {} if time is None else {"time": time}
+    return {"event": _NAMES[type(event)], **stamp, **_speakable(asdict(event))}
+
+
+def from_record(record: Mapping[str, Any]) -> Event:
+    """Return the event that `to_record` was given; keys it does not know are left aside."""
+    kind = EVENTS.get(str(record.get("event")))
+    if kind is None:
+        raise StrettoError(
+            f"unknown event {record.get('event')!r}: expected one of {', '.join(EVENTS)}"
+        )
+    try:
+        return _adapters()[kind].validate_python(dict(record))
+    except ValidationError as wrong:
+        first = wrong.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise StrettoError(
+            f"event {record['event']!r} does not fit its form: {where}: {first['msg']}, "
+            f"got {first['input']!r}"
+        ) from None
+
+
+@cache
+def _adapters() -> dict[type[Event], TypeAdapter[Event]]:
+    return {kind: TypeAdapter(kind) for kind in EVENTS.values()}
+
+
+def _speakable(value: Any) -> Any:  # noqa: ANN401 - any JSON value in, any JSON value out
+    if isinstance(value, Mapping):
+        return {key: _speakable(each) for key, each in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,113 @@
+"""How events read as one line of plain text, safe to send to any terminal or log."""
+
+import math
+import unicodedata
+
+from stretto.telemetry.events import (
+    CheckpointSaved,
+    EvalDone,
+    Event,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
+from stretto.units import format_bytes, format_s
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without what could steer a terminal or turn the reading direction.
+
+    White space of any kind becomes a blank; control, format, surrogate and private characters go.
+    Names come from run files, and a run file may come from anybody.
+    """
+    spaced = (" " if char.isspace() else char for char in text)
+    return "".join(char for char in spaced if not unicodedata.category(char).startswith("C"))
+
+
+def line(event: Event, *, steps: int = 0) -> str:
+    """Return ``event`` as one line; ``steps`` is the length of the run, 0 where unknown."""
+    match event:
+        case RunStarted():
+            return _started(event)
+        case StepDone():
+            return f"step {progress(event.step, steps)} | {speed(event)} | {shares(event)}"
+        case EvalDone():
+            return f"evaluation | {evaluation(event)}"
+        case CheckpointSaved():
+            return f"checkpoint | {checkpoint(event)}"
+        case RunEnded():
+            return _ended(event)
+
+
+def progress(step: int, steps: int) -> str:
+    """Return ``120/400``, or the step alone where the end is not known."""
+    return f"{step}/{steps}" if steps else str(step)
+
+
+def speed(event: StepDone) -> str:
+    """Return loss, rate, time per step and time left."""
+    return (
+        f"loss {event.loss:.4f} | {event.samples_per_s:,.0f} samples/s | "
+        f"{duration(event.step_s)} a step | {duration(event.time_left_s)} left"
+    )
+
+
+def shares(event: StepDone) -> str:
+    """Return where the time of the step went."""
+    parts = (
+        ("compute", event.compute_share),
+        ("communication", event.comm_share),
+        ("data", event.data_share),
+    )
+    return ", ".join(f"{name} {percent(share)}" for name, share in parts)
+
+
+def evaluation(event: EvalDone) -> str:
+    """Return loss and accuracy of an evaluation, and the step it was made at."""
+    return f"step {event.step}, loss {event.loss:.4f}{_accuracy(event.accuracy)}"
+
+
+def checkpoint(event: CheckpointSaved) -> str:
+    """Return which step is safe, and what it cost."""
+    size = format_bytes(event.num_bytes)
+    return f"step {event.step}, {size} in {duration(event.seconds)}, {printable(event.path)}"
+
+
+def duration(seconds: float) -> str:
+    """Return ``seconds`` for a person; a time nobody can know is called unknown."""
+    return format_s(seconds) if math.isfinite(seconds) else "unknown"
+
+
+def percent(fraction: float) -> str:
+    """Return a share as whole percent."""
+    return f"{fraction:.0%}" if math.isfinite(fraction) else "unknown"
+
+
+def _started(event: RunStarted) -> str:
+    note = f" | {printable(event.note)}" if event.note else ""
+    return (
+        f"run {printable(event.run)} | {printable(event.model)} with {event.parameters:,} "
+        f"parameters | {printable(event.strategy)} | {counted(event.workers, 'worker')} on "
+        f"{counted(event.hosts, 'host')}, {counted(event.threads, 'thread')} each | "
+        f"{counted(event.steps, 'step')}{note}"
+    )
+
+
+def _ended(event: RunEnded) -> str:
+    measured = (
+        f" | {printable(name)} {value:.3g}" for name, value in (event.scaling or {}).items()
+    )
+    return (
+        f"ended after {counted(event.step, 'step')} in {duration(event.seconds)} | "
+        f"loss {event.loss:.4f}{_accuracy(event.accuracy)} | "
+        f"{event.samples_per_s:,.0f} samples/s{''.join(measured)}"
+    )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 worker``, ``4 workers``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _accuracy(accuracy: float | None) -> str:
+    return "" if accuracy is None else f", accuracy {accuracy:.1%}"

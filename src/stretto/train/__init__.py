@@ -1,0 +1,1 @@
+"""Training: the loop on one screen, and its pieces."""

@@ -1,0 +1,33 @@
+"""Evaluation, shared out among the ranks."""
+
+import numpy as np
+import torch
+
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.execute import execute
+from stretto.model.loss import correct, per_sample_loss
+from stretto.telemetry.events import EvalDone
+from stretto.train.parts import Parts
+from stretto.train.step import forward
+
+_BATCH = 256
+"""Samples at once; without gradients memory is small, and the result does not depend on it."""
+
+
+@torch.no_grad()
+def evaluate(parts: Parts, step: int) -> EvalDone:
+    """Measure loss and accuracy on the held-out data; all ranks call this together."""
+    parts.strategy.settle()
+    parts.model.eval()
+    mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
+    sums = torch.zeros(2, dtype=torch.float64)
+    with parts.recorder.span("evaluate", "compute", step=step):
+        for start in range(0, len(mine), _BATCH):
+            inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
+            outputs = forward(parts, inputs)
+            sums[0] += per_sample_loss(outputs, targets).double().sum()
+            sums[1] += correct(outputs, targets).double().sum()
+    parts.model.train()
+    execute(ALLREDUCE["native"](parts.channel.size), sums, parts.channel)
+    loss, accuracy = (sums / max(1, parts.test_source.num_samples)).tolist()
+    return EvalDone(step=step, epoch=step // parts.epoch_steps, loss=loss, accuracy=accuracy)

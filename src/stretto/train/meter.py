@@ -1,0 +1,97 @@
+"""Where a step's time goes: compute, exposed communication, waiting for data."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.execute import execute
+from stretto.data.loader import LoadedShare
+from stretto.telemetry.events import EvalDone, RunEnded, StepDone
+from stretto.telemetry.timeline import Span
+from stretto.train.parts import Parts
+
+
+class Meter:
+    """Adds up times and losses locally; ranks meet only when a line is due."""
+
+    def __init__(self, parts: Parts, first_step: int) -> None:
+        self._parts = parts
+        self._first_step = first_step
+        self._began_s = time.monotonic()
+        self._trained_s = 0.0
+        self._trained_samples = 0
+        self._last_step = first_step - 1
+        self._last_loss = float("nan")
+        self._clear()
+
+    @contextmanager
+    def step(self, batch: LoadedShare) -> Iterator[None]:
+        """Time one step; the wait for its batch came just before."""
+        start_s = time.monotonic()
+        wait = Span("wait for data", "wait", start_s - batch.wait_s, start_s, self._last_step + 1)
+        self._parts.recorder.add(wait)
+        yield
+        self._step_s += time.monotonic() - start_s + batch.wait_s
+        self._data_s += batch.wait_s
+        self._steps += 1
+        self._samples += batch.share.global_count
+        self._last_step += 1
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Time what communication did not hide behind compute."""
+        start_s = time.monotonic()
+        yield
+        self._comm_s += time.monotonic() - start_s
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Add this rank's sum of losses; nothing is read from the device yet."""
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def summary(self, step: int, lr: float) -> StepDone:
+        """Return the means since the last line, over all ranks (one small all-reduce)."""
+        parts = self._parts
+        mine = [float(self._loss or 0.0), self._step_s, self._comm_s, self._data_s]
+        sums = torch.tensor(mine, dtype=torch.float64)
+        execute(ALLREDUCE["native"](parts.channel.size), sums, parts.channel)
+        loss_sum, *times = sums.tolist()
+        step_s, comm_s, data_s = (total / parts.channel.size for total in times)
+        self._trained_s += step_s
+        self._trained_samples += self._samples
+        done_steps = step + 1 - self._first_step
+        done = StepDone(
+            step=step,
+            epoch=step // parts.epoch_steps,
+            loss=loss_sum / self._samples,
+            lr=lr,
+            samples_per_s=self._samples / step_s,
+            step_s=step_s / self._steps,
+            compute_share=max(0.0, 1 - (comm_s + data_s) / step_s),
+            comm_share=comm_s / step_s,
+            data_share=data_s / step_s,
+            time_left_s=(time.monotonic() - self._began_s)
+            / done_steps
+            * (parts.total_steps - step - 1),
+        )
+        self._last_loss = done.loss
+        self._clear()
+        return done
+
+    def ended(self, result: EvalDone | None) -> RunEnded:
+        """Return the closing word; throughput is that of the training steps alone."""
+        return RunEnded(
+            step=self._last_step,
+            seconds=time.monotonic() - self._began_s,
+            loss=result.loss if result else self._last_loss,
+            accuracy=result.accuracy if result else None,
+            samples_per_s=self._trained_samples / self._trained_s if self._trained_s else 0.0,
+        )
+
+    def _clear(self) -> None:
+        self._loss: Tensor | None = None
+        self._step_s = self._comm_s = self._data_s = 0.0
+        self._steps = self._samples = 0

@@ -1,0 +1,109 @@
+"""The whole state of a run, to a checkpoint and back.
+
+Learning rate, data order and random numbers are functions of the step, so model, optimizer and
+the step are all there is.
+"""
+
+import json
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stretto.checkpoint import State, flatten_optimizer, load_newest, restore_optimizer_, save
+from stretto.comm.channel import Channel
+from stretto.comm.spread import spread_from_rank_0_, spread_text
+from stretto.errors import CheckpointError
+from stretto.telemetry.events import CheckpointSaved
+from stretto.train.parts import Parts
+
+
+def save_state(parts: Parts, next_step: int) -> None:
+    """Make the ranks whole, then let rank 0 write; all ranks call this together."""
+    parts.strategy.settle()
+    if parts.channel.rank or parts.checkpoints is None:
+        return
+    with parts.recorder.span("checkpoint", "compute", step=next_step - 1):
+        state = capture(parts, next_step)
+        saved = save(parts.checkpoints, state, generation=parts.generation)
+    parts.report(CheckpointSaved(next_step - 1, str(saved.path), saved.num_bytes, saved.seconds))
+
+
+def capture(parts: Parts, next_step: int) -> State:
+    """Return everything a run needs to go on at ``next_step``."""
+    named = dict(parts.model.named_parameters())
+    tensors, groups = flatten_optimizer(parts.optimizer, named)
+    owned = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
+    owned |= {f"optimizer/{name}": value for name, value in tensors.items()}
+    facts = {
+        "optimizer": groups,
+        "strategy": parts.strategy.state_dict(),
+        "seed": parts.seed,
+        "batch": parts.config.batch,
+        "ranks_per_host": list(parts.world.mesh.ranks_per_host),
+        "epoch": next_step // parts.epoch_steps,
+        "random_numbers": "a function of seed, step, micro-batch and rank",
+        **(parts.facts or {}),
+    }
+    return State(next_step, owned, facts)
+
+
+def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
+    """Take up the newest valid checkpoint; return the step to go on with, 0 when there is none.
+
+    Rank 0 reads and the others get every byte from it: disks need not be shared. All ranks
+    call this together.
+    """
+    state = None
+    if parts.channel.rank == 0 and parts.checkpoints is not None:
+        state = load_newest(parts.checkpoints, log=log)
+    shared = _spread_state(state, parts.channel)
+    if shared is None:
+        return 0
+    restore_(parts, shared)
+    return shared.step
+
+
+def restore_(parts: Parts, state: State) -> None:
+    """Put ``state`` into the model, the optimizer and the strategy."""
+    _check_same_run(parts, state)
+    try:
+        parts.model.load_state_dict(state.under("model"))
+    except RuntimeError as wrong:
+        raise CheckpointError(
+            f"the checkpoint of step {state.step} does not fit the model: {wrong}"
+        ) from wrong
+    named = dict(parts.model.named_parameters())
+    restore_optimizer_(parts.optimizer, named, state.under("optimizer"), state.facts["optimizer"])
+    parts.strategy.load_state_dict(state.facts["strategy"])
+
+
+def _check_same_run(parts: Parts, state: State) -> None:
+    """Refuse to go on where the order of samples, a function of the step, would change."""
+    for key, now in (("seed", parts.seed), ("batch", parts.config.batch)):
+        if state.facts[key] != now:
+            raise CheckpointError(
+                f"the checkpoint was written with {key} {state.facts[key]}, the run has {now}: "
+                "samples would be repeated or left out; set it back, or start a new run"
+            )
+
+
+def _spread_state(state: State | None, channel: Channel) -> State | None:
+    head = {}
+    if state is not None:
+        shapes = [[name, str(t.dtype), list(t.shape)] for name, t in state.tensors.items()]
+        head = {"step": state.step, "facts": dict(state.facts), "tensors": shapes}
+    head = json.loads(spread_text(json.dumps(head), channel))
+    if not head:
+        return None
+    tensors = dict(state.tensors) if state is not None else _rooms(head["tensors"])
+    spread_from_rank_0_(tensors.values(), channel)
+    return State(head["step"], tensors, head["facts"])
+
+
+def _rooms(shapes: list[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    """Return empty tensors for what rank 0 is about to send."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        for name, dtype, shape in shapes
+    }

@@ -1,0 +1,78 @@
+"""One step's pieces: which samples, forward and backward in micro-batches, the update."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stretto.data.loader import LoadedShare
+from stretto.data.order import Share, step_share
+from stretto.model.loss import per_sample_loss
+from stretto.train.parts import Parts
+
+
+def shares(parts: Parts, first_step: int) -> Iterator[Share]:
+    """Yield this rank's samples of each step from ``first_step`` on: the step is all the state."""
+    for step in range(first_step, parts.total_steps):
+        epoch, step_in_epoch = divmod(step, parts.epoch_steps)
+        yield step_share(
+            step_in_epoch,
+            batch=parts.config.batch,
+            rank=parts.channel.rank,
+            size=parts.channel.size,
+            num_samples=parts.source.num_samples,
+            seed=parts.seed,
+            epoch=epoch,
+        )
+
+
+def accumulate(parts: Parts, step: int, batch: LoadedShare, lr: float) -> Tensor:
+    """Forward and backward over this rank's share; return the sum of its losses.
+
+    The loss is divided by the global count here, once: summed over micro-batches and ranks, the
+    gradients are those of the mean over the global batch. A rank without samples adds nothing.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
+    pieces = parts.config.accumulation
+    micros = zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
+    for micro, (inputs, targets) in enumerate(micros):
+        parts.strategy.begin(step, micro, micro == pieces - 1, lr)
+        if not len(inputs):
+            continue
+        seed_randomness(parts.seed, step, micro, parts.channel.rank)
+        with parts.recorder.span("forward", "compute", step=step):
+            loss = per_sample_loss(forward(parts, inputs), targets).sum()
+        with parts.recorder.span("backward", "compute", step=step):
+            (loss / batch.share.global_count).backward()
+        total += loss.detach()
+    return total
+
+
+def forward(parts: Parts, inputs: Tensor) -> Tensor:
+    """Return the model's outputs, computed in the run's precision."""
+    bf16 = parts.config.precision == "bf16"
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=bf16):
+        outputs: Tensor = parts.model(inputs)
+    return outputs
+
+
+def update(parts: Parts, step: int, lr: float) -> None:
+    """Apply the agreed gradients at rate ``lr`` and drop them."""
+    with parts.recorder.span("update", "compute", step=step):
+        for group in parts.optimizer.param_groups:
+            group["lr"] = lr
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+
+
+def seed_randomness(seed: int, step: int, micro: int, rank: int) -> None:
+    """Make dropout and the like a pure function of where we are.
+
+    No generator state has to be saved, and a resumed run draws the same numbers.
+    """
+    words = np.random.SeedSequence((seed, step, micro, rank)).generate_state(2, np.uint64)
+    torch.manual_seed(int(words[0]) >> 1)
+    random.seed(int(words[1]))
+    np.random.seed(int(words[1]) & 0xFFFFFFFF)  # noqa: NPY002 - a user's model may use it

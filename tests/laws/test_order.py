@@ -1,0 +1,54 @@
+"""Each sample exactly once an epoch, whatever the world is and however it changes."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.data.order import step_share, steps_per_epoch
+
+sizes = st.integers(1, 8)
+data = st.fixed_dictionaries(
+    {
+        "num_samples": st.integers(0, 120),
+        "batch": st.integers(1, 40),
+        "seed": st.integers(-(2**63), 2**64),
+        "epoch": st.integers(0, 10**6),
+    }
+)
+
+
+def shares_of_step(step, size, data):
+    return [step_share(step, rank=rank, size=size, **data) for rank in range(size)]
+
+
+@settings(deadline=None)
+@given(size_at=st.lists(sizes, min_size=1, max_size=6), data=data)
+def test_each_sample_comes_exactly_once_an_epoch_while_the_world_changes(size_at, data):
+    seen = Counter()
+    for step in range(steps_per_epoch(data["num_samples"], data["batch"])):
+        for share in shares_of_step(step, size_at[step % len(size_at)], data):
+            seen.update(share.samples.tolist())
+    assert seen == Counter(range(data["num_samples"]))
+
+
+@settings(deadline=None)
+@given(size=sizes, step=st.integers(0, 20), data=data)
+def test_a_step_holds_the_same_samples_at_every_world_size(size, step, data):
+    (alone,) = shares_of_step(step, 1, data)
+    together = [i for share in shares_of_step(step, size, data) for i in share.samples.tolist()]
+    assert sorted(together) == sorted(alone.samples.tolist())
+
+
+@settings(deadline=None)
+@given(size=sizes, step=st.integers(0, 20), data=data)
+def test_every_rank_knows_the_global_count(size, step, data):
+    shares = shares_of_step(step, size, data)
+    assert {share.global_count for share in shares} == {sum(s.samples.size for s in shares)}
+
+
+@settings(deadline=None)
+@given(size=sizes, step=st.integers(0, 20), data=data)
+def test_ranks_differ_by_at_most_one_sample(size, step, data):
+    counts = [share.samples.size for share in shares_of_step(step, size, data)]
+    assert max(counts) - min(counts) <= 1

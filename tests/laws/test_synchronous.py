@@ -1,0 +1,232 @@
+"""n ranks are one rank with n times the batch: for every synchronous strategy and algorithm."""
+
+import copy
+import threading
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stretto.cluster.world import Mesh, World
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.local import run_local
+from stretto.data.loader import Prefetch
+from stretto.data.order import step_share
+from stretto.model.loss import per_sample_loss
+from stretto.strategy import AllReduceConfig, build_strategy
+from stretto.telemetry.timeline import Recorder
+from stretto.train.config import TrainConfig
+from stretto.train.parts import Parts
+from stretto.train.step import accumulate, shares, update
+
+STEPS = 10
+_BUILDING = threading.Lock()
+
+
+class Points:
+    """A small classification task in float64."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.num_samples = num_samples
+        self._x = torch.randn(num_samples, 6, dtype=torch.float64, generator=generator)
+        self._y = (self._x[:, 0] * self._x[:, 1] > 0).long()
+
+    def batch(self, indices):
+        picked = torch.from_numpy(np.asarray(indices))
+        return self._x[picked], self._y[picked]
+
+
+class Sometimes(nn.Module):
+    """Has a parameter that no forward uses, and one that only large inputs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Parameter(torch.ones(3))
+        self.first = nn.Linear(6, 5)
+        self.rare = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if bool((x[:, 0] > 1.5).any()):
+            hidden = hidden + torch.where((x[:, :1] > 1.5), self.rare(hidden), 0.0)
+        return self.last(hidden)
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@cache
+def _initial(make) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make().double()
+
+
+def built(make) -> nn.Module:
+    """Return a fresh copy of one initial model; ranks are threads and share the generator."""
+    with _BUILDING:
+        return copy.deepcopy(_initial(make))
+
+
+def run_rank(channel, *, make, algorithm, batch, num_samples, accumulation, wire="own"):
+    """Train as the loop does, and return the parameters by name."""
+    strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=200, wire=wire), channel)
+    model, optimizer = strategy.attach(
+        built(make), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)
+    )
+    parts = Parts(
+        config=TrainConfig(batch=batch, steps=STEPS, accumulation=accumulation),
+        seed=3,
+        world=World(channel.rank, Mesh((channel.size,))),
+        channel=channel,
+        model=model,
+        optimizer=optimizer,
+        strategy=strategy,
+        source=Points(num_samples),
+        test_source=Points(1),
+        rate_at=lambda step: 0.1 / (1 + step),
+        report=lambda event: None,
+        recorder=Recorder(channel.rank),
+    )
+    with Prefetch(parts.source, shares(parts, 0)) as batches:
+        for step, loaded in enumerate(batches):
+            accumulate(parts, step, loaded, parts.rate_at(step))
+            strategy.after_backward()
+            update(parts, step, parts.rate_at(step))
+            strategy.after_update()
+    strategy.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def on_one_rank(*, make, batch, num_samples):
+    """Plain PyTorch: whole batches, no strategy, no library of ours but the order of samples."""
+    model, source = built(make), Points(num_samples)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    per_epoch = -(-num_samples // batch)
+    for step in range(STEPS):
+        share = step_share(
+            step % per_epoch,
+            batch=batch,
+            rank=0,
+            size=1,
+            num_samples=num_samples,
+            seed=3,
+            epoch=step // per_epoch,
+        )
+        inputs, targets = source.batch(share.samples)
+        optimizer.zero_grad()
+        per_sample_loss(model(inputs), targets).mean().backward()
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_equal_models(model, reference, tolerance=1e-10):
+    for name, value in reference.items():
+        error = (model[name] - value).norm() / value.norm()
+        assert error <= tolerance, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+@pytest.mark.parametrize("make", [plain, Sometimes])
+def test_n_ranks_equal_one_rank_with_n_times_the_batch(algorithm, size, make):
+    case = {"make": make, "batch": 12, "num_samples": 45}
+    reference = on_one_rank(**case)
+    for accumulation in (1, 3):
+        models = run_local(
+            size,
+            lambda channel, a=accumulation: run_rank(
+                channel, algorithm=algorithm, accumulation=a, **case
+            ),
+        )
+        assert_equal_models(models[0], reference)
+        for model in models[1:]:
+            assert all(torch.equal(model[name], models[0][name]) for name in reference)
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_ranks_without_samples_change_nothing(algorithm):
+    # Batches of 3 and a last one of 1 over 5 ranks: somebody always has nothing to do.
+    case = {"make": plain, "batch": 3, "num_samples": 10}
+    models = run_local(
+        5, lambda channel: run_rank(channel, algorithm=algorithm, accumulation=2, **case)
+    )
+    assert_equal_models(models[3], on_one_rank(**case))
+
+
+def test_a_parameter_nobody_used_keeps_no_gradient_and_is_not_decayed():
+    case = {"make": Sometimes, "batch": 12, "num_samples": 45}
+    models = run_local(
+        3, lambda channel: run_rank(channel, algorithm="ring", accumulation=1, **case)
+    )
+    assert torch.equal(models[2]["never"], torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_with_batch_norm_n_ranks_equal_n_replicas_one_after_another(algorithm, size):
+    models = run_local(
+        size,
+        lambda channel: run_rank(
+            channel,
+            make=with_norm,
+            algorithm=algorithm,
+            batch=4 * size,
+            num_samples=8 * size,
+            accumulation=1,
+        ),
+    )
+    assert_equal_models(models[0], replicas_one_after_another(size))
+
+
+def replicas_one_after_another(size):
+    replicas = [built(with_norm) for _ in range(size)]
+    optimizers = [
+        torch.optim.SGD(r.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for r in replicas
+    ]
+    source, batch, num_samples = Points(8 * size), 4 * size, 8 * size
+    for step in range(STEPS):
+        for rank, replica in enumerate(replicas):
+            share = step_share(
+                step % 2,
+                batch=batch,
+                rank=rank,
+                size=size,
+                num_samples=num_samples,
+                seed=3,
+                epoch=step // 2,
+            )
+            inputs, targets = source.batch(share.samples)
+            replica.zero_grad()
+            (per_sample_loss(replica(inputs), targets).sum() / batch).backward()
+        gradients = zip(*([p.grad for p in r.parameters()] for r in replicas), strict=True)
+        sums = [sum(of_ranks[1:], of_ranks[0]) for of_ranks in gradients]
+        for replica, optimizer in zip(replicas, optimizers, strict=True):
+            for parameter, total in zip(replica.parameters(), sums, strict=True):
+                parameter.grad = total.clone()
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+            optimizer.step()
+    return {name: p.detach() for name, p in replicas[0].named_parameters()}
+
+
+@pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-2), ("fp16", 1e-2)])
+def test_a_narrower_wire_is_close_and_equal_on_all_ranks(wire, tolerance):
+    case = {"make": plain, "batch": 12, "num_samples": 45}
+    models = run_local(
+        4,
+        lambda channel: run_rank(channel, algorithm="ring", accumulation=1, wire=wire, **case),
+    )
+    reference = on_one_rank(**case)
+    assert_equal_models(models[0], reference, tolerance)
+    assert all(torch.equal(models[3][name], models[0][name]) for name in reference)
+    assert any(not torch.equal(models[0][name], reference[name]) for name in reference)

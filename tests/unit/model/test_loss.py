@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stretto.model.loss import correct, per_sample_loss
+
+
+def test_each_sample_has_its_own_cross_entropy():
+    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    expected = [F.cross_entropy(logits[i], targets[i]) for i in range(5)]
+    torch.testing.assert_close(per_sample_loss(logits, targets), torch.stack(expected))
+
+
+def test_tokens_count_by_their_mean_within_the_sample():
+    logits, targets = torch.randn(2, 7, 3), torch.randint(3, (2, 7))
+    expected = [F.cross_entropy(logits[i], targets[i]) for i in range(2)]
+    torch.testing.assert_close(per_sample_loss(logits, targets), torch.stack(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_reckoned_in_float32(dtype):
+    logits, targets = torch.randn(4, 9).to(dtype), torch.tensor([0, 3, 5, 8])
+    losses = per_sample_loss(logits, targets)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, per_sample_loss(logits.float(), targets))
+
+
+def test_float64_stays_float64():
+    logits = torch.randn(4, 9, dtype=torch.float64)
+    assert per_sample_loss(logits, torch.tensor([0, 3, 5, 8])).dtype == torch.float64
+
+
+def test_correct_is_the_share_of_right_answers():
+    logits = torch.eye(3)
+    assert correct(logits, torch.tensor([0, 1, 0])).tolist() == [1, 1, 0]
+    assert correct(logits[None], torch.tensor([[0, 2, 2]])).tolist() == pytest.approx([2 / 3])
+
+
+@pytest.mark.parametrize(("outputs", "targets"), [((0, 3), (0,)), ((0, 7, 3), (0, 7))])
+@pytest.mark.parametrize("measure", [per_sample_loss, correct])
+def test_no_samples_give_no_values(outputs, targets, measure):
+    assert measure(torch.zeros(outputs), torch.zeros(targets).long()).shape == (0,)
+
+
+def test_the_loss_of_no_samples_still_has_a_gradient():
+    logits = torch.zeros(0, 3, requires_grad=True)
+    per_sample_loss(logits, torch.zeros(0).long()).sum().backward()
+    assert logits.grad.shape == (0, 3)

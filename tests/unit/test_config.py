@@ -1,0 +1,291 @@
+import string
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError, model_validator
+
+from stretto.config import Config, Loaded, load, resolve, to_toml
+from stretto.errors import ConfigError
+from stretto.units import Bytes
+
+
+class Ring(Config):
+    kind: Literal["ring"] = "ring"
+    hops: int = 1
+
+
+class Star(Config):
+    kind: Literal["star"] = "star"
+    centre: int = 0
+
+
+class Sync(Config):
+    kind: Literal["sync"] = "sync"
+    bucket: Bytes = 25_000_000
+    every: int = 7
+
+
+class Gossip(Config):
+    kind: Literal["gossip"] = "gossip"
+    every: int = Field(1, ge=1)
+    topology: Annotated[Ring | Star, Field(discriminator="kind")] = Ring(hops=2)
+
+
+class Layer(Config):
+    width: int
+    activation: Literal["relu", "gelu"] = "relu"
+
+
+class Train(Config):
+    steps: int = Field(10, ge=1)
+    """Optimizer updates in the whole run."""
+    lr: float = Field(0.1, gt=0, le=1)
+    threads: int | Literal["auto"] = "auto"
+
+    @model_validator(mode="after")
+    def _lucky(self):
+        if self.steps == 13:
+            raise ValueError("13 steps are one too many; take 12")
+        return self
+
+
+class Run(Config):
+    name: str
+    path: Path | None = None
+    verbose: bool = False
+    train: Train = Train()
+    strategy: Annotated[Sync | Gossip, Field(discriminator="kind")] = Sync(bucket=3)
+    backup: Annotated[Sync | Gossip, Field(discriminator="kind")] | None = None
+    layers: tuple[Layer, ...] = (Layer(width=3), Layer(width=4))
+    cuts: tuple[int, ...] = ()
+    algorithms: dict[str, str] = Field(default_factory=dict)
+
+
+NAMED = 'name = "x"\n'
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Load a run file of this text."""
+
+    def from_text(text: str, *overrides: str) -> Loaded[Run]:
+        file = tmp_path / "run.toml"
+        file.write_text(text, encoding="utf-8")
+        return load(Run, file, overrides)
+
+    return from_text
+
+
+def test_a_file_sets_values_at_every_depth(read):
+    text = 'name = "x"\npath = "a/b"\ncuts = [1, 2]\n[strategy]\nkind = "gossip"\n'
+    text += '[strategy.topology]\nkind = "star"\ncentre = 5\n[[layers]]\nwidth = 9\n'
+    expected = Run(
+        name="x",
+        path=Path("a/b"),
+        cuts=(1, 2),
+        strategy=Gossip(topology=Star(centre=5)),
+        layers=(Layer(width=9),),
+    )
+    assert read(text).config == expected
+
+
+def test_without_a_file_overrides_on_the_defaults_are_the_config():
+    assert load(Run, None, ["name=x"]).config == Run(name="x")
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValidationError):
+        Train().steps = 3
+
+
+def test_the_string_under_a_field_is_its_help():
+    assert Train.model_fields["steps"].description == "Optimizer updates in the whole run."
+
+
+def test_a_whole_number_may_stand_for_a_number(read):
+    assert read(NAMED + "[train]\nlr = 1\n").config.train.lr == 1.0
+
+
+def test_a_size_may_be_written_with_its_unit(read):
+    assert read(NAMED + '[strategy]\nbucket = "2KiB"\n').config.strategy.bucket == 2048
+
+
+def test_a_table_without_kind_is_of_the_default_kind_and_keeps_its_other_keys(read):
+    assert read(NAMED + "[strategy]\nevery = 3\n").config.strategy == Sync(bucket=3, every=3)
+
+
+def test_an_inner_table_without_kind_takes_the_default_of_the_kind_the_file_chose(read):
+    text = NAMED + '[strategy]\nkind = "gossip"\n[strategy.topology]\nhops = 5\n'
+    assert read(text).config.strategy == Gossip(topology=Ring(hops=5))
+
+
+def test_an_empty_table_is_the_default_table(read):
+    assert read(NAMED + "[strategy]\n").config.strategy == Sync(bucket=3)
+
+
+def test_a_file_that_changes_kind_inherits_nothing_of_the_default(read):
+    assert read(NAMED + '[strategy]\nkind = "gossip"\n').config.strategy == Gossip()
+
+
+def test_an_override_that_changes_kind_drops_what_the_file_said_for_the_other_kind(read):
+    loaded = read(NAMED + "[strategy]\nbucket = 8\nevery = 5\n", "strategy.kind=gossip")
+    assert loaded.config.strategy == Gossip()
+    assert loaded.origin["strategy.every"] == "default"
+
+
+def test_an_override_that_repeats_the_kind_drops_nothing(read):
+    loaded = read(NAMED + "[strategy]\nevery = 5\n", "strategy.kind=sync")
+    assert loaded.config.strategy == Sync(bucket=3, every=5)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_order_of_overrides_of_a_kind_and_its_keys_does_not_matter(order):
+    overrides = ["name=x", "strategy.every=4", "strategy.kind=gossip"][::order]
+    assert load(Run, None, overrides).config.strategy == Gossip(every=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("name=gpt", "gpt"),
+        ("name=a/b c.txt", "a/b c.txt"),
+        ('name="5"', "5"),
+        ("name=a=b", "a=b"),
+        ("name=", ""),
+        ("name=1\nverbose = true", "1\nverbose = true"),
+    ],
+)
+def test_an_override_that_is_not_toml_is_plain_text(override, value):
+    assert load(Run, None, [override]).config == Run(name=value)
+
+
+def test_the_last_of_two_equal_overrides_wins():
+    assert load(Run, None, ["name=x", "train.steps=3", "train.steps=4"]).config.train.steps == 4
+
+
+def test_an_override_may_name_one_item_of_a_list_of_tables(read):
+    assert read(NAMED, "layers.1.width=9").config.layers == (Layer(width=3), Layer(width=9))
+
+
+def test_an_override_may_give_a_whole_table_or_list(read):
+    config = read(NAMED, "train={steps=3, lr=0.5}", "cuts=[4, 5]").config
+    assert (config.train, config.cuts) == (Train(steps=3, lr=0.5), (4, 5))
+
+
+def test_a_quoted_part_of_a_key_may_hold_a_dot():
+    assert load(Run, None, ["name=x", 'algorithms."a.b"=ring']).config.algorithms == {"a.b": "ring"}
+
+
+def test_every_leaf_has_the_origin_of_whoever_set_it_last(read):
+    text = NAMED + "[train]\nsteps = 4\nlr = 0.2\n[[layers]]\nwidth = 1\n"
+    origin = read(text, "train.lr=0.3", "layers.0.activation=gelu", "algorithms.big=ring").origin
+    assert origin == {
+        "name": "run.toml",
+        "path": "default",
+        "verbose": "default",
+        "train.steps": "run.toml",
+        "train.lr": "override",
+        "train.threads": "default",
+        "strategy.kind": "default",
+        "strategy.bucket": "default",
+        "strategy.every": "default",
+        "backup": "default",
+        "layers.0.width": "run.toml",
+        "layers.0.activation": "override",
+        "cuts": "default",
+        "algorithms.big": "override",
+    }
+
+
+def test_resolve_sets_derived_keys_and_only_those(read):
+    loaded = read(NAMED + "[train]\nsteps = 4\n")
+    resolved = resolve(loaded, {"cuts": (1, 2), "train.threads": 2, "algorithms": {"1KB": "ring"}})
+    derived = {key for key, origin in resolved.origin.items() if origin == "derived"}
+    assert derived == {"cuts", "train.threads", "algorithms.1KB"}
+    assert resolved.config == Run(
+        name="x", cuts=(1, 2), train=Train(steps=4, threads=2), algorithms={"1KB": "ring"}
+    )
+    assert resolved.origin["train.steps"] == "run.toml"
+
+
+def test_resolve_takes_a_config_as_a_value(read):
+    resolved = resolve(read(NAMED), {"backup": Gossip(every=3)}, note="planner")
+    assert resolved.config.backup == Gossip(every=3)
+    assert resolved.origin["backup.every"] == "planner"
+
+
+def test_resolve_leaves_the_loaded_config_as_it_was(read):
+    loaded = read(NAMED)
+    resolve(loaded, {"cuts": (1,)})
+    assert (loaded.config.cuts, loaded.origin["cuts"]) == ((), "default")
+
+
+def test_resolve_checks_what_it_sets(read):
+    with pytest.raises(ConfigError, match=r"derived: train\.threads = 1\.5: expected a whole"):
+        resolve(read(NAMED), {"train.threads": 1.5})
+
+
+def test_the_written_file_names_an_origin_on_every_setting_and_what_is_not_set(read):
+    written = to_toml(read(NAMED + "[train]\nsteps = 4\n", "train.lr=0.3"))
+    assert 'name = "x"  # run.toml\n# path: not set\n' in written
+    assert "[train]\nsteps = 4  # run.toml\nlr = 0.3  # override\n" in written
+    settings = [line for line in written.splitlines() if " = " in line]
+    assert all(line.split("  # ")[-1] in ("run.toml", "override", "default") for line in settings)
+
+
+def test_a_file_name_cannot_break_the_file_that_quotes_it(tmp_path):
+    file = tmp_path / "a\nname = 5.toml"
+    file.write_text(NAMED)
+    (tmp_path / "again.toml").write_text(to_toml(load(Run, file)))
+    assert load(Run, tmp_path / "again.toml").config == Run(name="x")
+
+
+texts = st.text(st.characters(codec="utf-8"), max_size=8)
+# Beyond 2**53 a size passes through a float on its way in.
+strategies = st.one_of(
+    st.builds(Sync, bucket=st.integers(0, 2**53), every=st.integers()),
+    st.builds(
+        Gossip,
+        every=st.integers(min_value=1),
+        topology=st.builds(Ring, hops=st.integers()) | st.builds(Star, centre=st.integers()),
+    ),
+)
+runs = st.builds(
+    Run,
+    name=texts,
+    path=st.none() | st.text(string.ascii_letters + "./ ", min_size=1).map(Path),
+    verbose=st.booleans(),
+    train=st.builds(
+        Train,
+        steps=st.integers(min_value=14),
+        lr=st.floats(0, 1, exclude_min=True),
+        threads=st.just("auto") | st.integers(),
+    ),
+    strategy=strategies,
+    backup=st.none() | strategies,
+    layers=st.lists(
+        st.builds(Layer, width=st.integers(), activation=st.sampled_from(["relu", "gelu"])),
+        max_size=3,
+    ).map(tuple),
+    cuts=st.lists(st.integers(), max_size=3).map(tuple),
+    algorithms=st.dictionaries(texts, texts, max_size=3),
+)
+
+
+@given(runs)
+def test_a_written_config_is_read_back_equal(tmp_path_factory, run):
+    file = tmp_path_factory.getbasetemp() / "written.toml"
+    file.write_bytes(to_toml(Loaded(run, {})).encode())
+    assert load(Run, file).config == run
+
+
+@given(runs)
+def test_a_written_config_is_complete(tmp_path_factory, run):
+    file = tmp_path_factory.getbasetemp() / "written.toml"
+    file.write_bytes(to_toml(Loaded(run, {})).encode())
+    loaded = load(Run, file)
+    unset = {key for key, origin in loaded.origin.items() if origin == "default"}
+    assert unset == {key for key in ("path", "backup") if getattr(run, key) is None}

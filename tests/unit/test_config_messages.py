@@ -1,0 +1,231 @@
+import re
+
+import pytest
+
+from stretto.config import load
+from stretto.errors import ConfigError
+from tests.unit.test_config import NAMED, Run
+
+JARGON = re.compile(r"pydantic|Input|validat|discriminator|\btag\b|JSON|Literal|int_type|https?:")
+
+
+def complaint(file, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(Run, file, overrides)
+    assert caught.value.exit_code == 2
+    message = str(caught.value)
+    assert not JARGON.search(message)
+    assert all(line.isprintable() for line in message.split("\n"))
+    return message
+
+
+BAD_FILES = {
+    "unknown key": (
+        NAMED + "[train]\nstesp = 5\n",
+        'train.stesp = 5: unknown key; did you mean "steps"? known in train: steps, lr, threads',
+    ),
+    "unknown key, nothing like it": (
+        NAMED + "[train]\nqqq = 5\n",
+        "train.qqq = 5: unknown key; known in train: steps, lr, threads",
+    ),
+    "unknown key at the top": (
+        NAMED + "verbos = true\n",
+        'verbos = true: unknown key; did you mean "verbose"? known: name, path, verbose,',
+    ),
+    "unknown table": (
+        NAMED + "[trian]\nsteps = 5\n",
+        'trian.steps = 5: unknown table "trian"; did you mean "train"? known: name,',
+    ),
+    "key of another kind": (
+        NAMED + '[strategy]\nkind = "gossip"\nbucket = 5\n',
+        "strategy.bucket = 5: unknown key; known in strategy: kind, every, topology",
+    ),
+    "text for a whole number": (
+        NAMED + '[train]\nsteps = "ten"\n',
+        'train.steps = "ten": expected a whole number, at least 1; got text',
+    ),
+    "fraction for a whole number": (
+        NAMED + "[train]\nsteps = 1.5\n",
+        "train.steps = 1.5: expected a whole number, at least 1; got a number with a fraction",
+    ),
+    "truth for a whole number": (
+        NAMED + "[train]\nsteps = true\n",
+        "train.steps = true: expected a whole number, at least 1; got true or false",
+    ),
+    "number for text": ("name = 5\n", "name = 5: expected text; got a whole number"),
+    "number for a truth": (
+        NAMED + "verbose = 1\n",
+        "verbose = 1: expected true or false; got a whole number",
+    ),
+    "number for a path": (
+        NAMED + "path = 5\n",
+        "path = 5: expected a path as text; got a whole number",
+    ),
+    "number for a table": (NAMED + "train = 5\n", "train = 5: expected a table; got a whole"),
+    "number for a list": (NAMED + "cuts = 5\n", "cuts = 5: expected a list; got a whole number"),
+    "number for a mapping": (NAMED + "algorithms = 5\n", "algorithms = 5: expected a table; got"),
+    "wrong item of a list": (
+        NAMED + 'cuts = [1, "a"]\n',
+        'cuts.1 = "a": expected a whole number; got text',
+    ),
+    "wrong entry of a mapping": (
+        NAMED + "[algorithms]\nbig = 5\n",
+        "algorithms.big = 5: expected text; got a whole number",
+    ),
+    "too small": (
+        NAMED + "[train]\nsteps = 0\n",
+        "train.steps = 0: expected a whole number, at least 1",
+    ),
+    "too large": (
+        NAMED + "[train]\nlr = 2.0\n",
+        "train.lr = 2.0: expected a number, above 0, at most 1",
+    ),
+    "too small inside a kind": (
+        NAMED + '[strategy]\nkind = "gossip"\nevery = 0\n',
+        "strategy.every = 0: expected a whole number, at least 1",
+    ),
+    "not a number": (NAMED + "[train]\nlr = nan\n", "train.lr = nan: expected a finite number"),
+    "unknown choice": (
+        NAMED + '[[layers]]\nwidth = 1\nactivation = "rleu"\n',
+        'layers.0.activation = "rleu": expected one of "relu", "gelu"; did you mean "relu"?',
+    ),
+    "unknown choice beside a number": (
+        NAMED + '[train]\nthreads = "Aut"\n',
+        'train.threads = "Aut": expected a whole number or "auto"; got text; did you mean "auto"?',
+    ),
+    "unknown kind": (
+        NAMED + '[strategy]\nkind = "gosip"\n',
+        'strategy.kind = "gosip": unknown kind; did you mean "gossip"? known kinds: sync, gossip',
+    ),
+    "unknown kind inside a kind": (
+        NAMED + '[strategy]\nkind = "gossip"\n[strategy.topology]\nkind = "rnig"\n',
+        'strategy.topology.kind = "rnig": unknown kind; did you mean "ring"? known kinds: ring,',
+    ),
+    "kind that is no text": (NAMED + "[strategy]\nkind = 5\n", "strategy.kind = 5: unknown kind"),
+    "kind in place of the table": (
+        NAMED + 'strategy = "gossip"\n',
+        'expected a table; got text; did you mean strategy.kind = "gossip"?',
+    ),
+    "kind left out where there is no default": (
+        NAMED + "[backup]\nevery = 3\n",
+        "backup.kind is missing; expected one of: sync, gossip",
+    ),
+    "missing key": ("verbose = true\n", "name is missing; expected text"),
+    "missing key of an item": (
+        NAMED + '[[layers]]\nactivation = "relu"\n',
+        "layers.0.width is missing; expected a whole number",
+    ),
+    "bad size": (NAMED + '[strategy]\nbucket = "3XB"\n', 'bucket = "3XB": expected a size such as'),
+    "a validator's own words": (
+        NAMED + "[train]\nsteps = 13\n",
+        "train: 13 steps are one too many; take 12",
+    ),
+    "control characters": (
+        NAMED + 'cuts = "\\u001b[31mred\\n"\n',
+        'cuts = "\\u001b[31mred\\n": expected a list; got text',
+    ),
+    "control characters in a key": (NAMED + '"\\u001b[31m" = 1\n', '"\\u001b[31m" = 1: unknown'),
+    "no value": ("name =\n", "not TOML: invalid value (at line 1, column 7)"),
+    "cut short": ('verbose = true\nname = """a', "(at line 2, column 12)"),
+    "nested lists": (NAMED + "cuts = " + "[" * 250 + "]" * 250, "nested too deeply"),
+    "deeply nested lists": (NAMED + "cuts = " + "[" * 9000, "nested too deeply"),
+    "deeply nested tables": (NAMED + f"[{'.'.join('a' * 3000)}]\nb = 1", "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_is_answered_in_one_line(tmp_path, text, words):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    message = complaint(file)
+    assert words in message
+    assert "run.toml: " in message
+    assert "\n" not in message
+
+
+BAD_OVERRIDES = {
+    "no equals sign": ("steps 5", "'steps 5': no \"=\" in it; write it as table.key=value"),
+    "no key": ("=5", "override '=5': '' is not a key"),
+    "two keys": ("a\nb=5", "'a\\nb' is not a key"),
+    "empty part": ("train..steps=5", "'train..steps' is not a key"),
+    "not UTF-8": ("name=\udcff", "override 'name=\\udcff': the value is not UTF-8 text"),
+    "unknown key": (
+        "train.stesp=5",
+        'override: train.stesp = 5: unknown key; did you mean "steps"',
+    ),
+    "unknown table": ("trian.steps=5", 'override: trian.steps = 5: unknown table "trian"; did you'),
+    "through a number": (
+        "train.steps.x=1",
+        "override: train.steps.x = 1: train.steps is not a table; expected a whole number",
+    ),
+    "through a text": ("name.x.y=1", "name.x.y = 1: name is not a table; expected text"),
+    "item that is not there": ("layers.7.width=1", "layers.7.width = 1: layers is not a table"),
+    "wrong type": ("train.steps=ten", 'override: train.steps = "ten": expected a whole number'),
+    "text that looks like a number": ("name=5", "to mean text, quote it: name='\"5\"'"),
+    "unknown kind": ("strategy.kind=gosip", 'override: strategy.kind = "gosip": unknown kind; did'),
+}
+
+
+@pytest.mark.parametrize(("override", "words"), BAD_OVERRIDES.values(), ids=BAD_OVERRIDES)
+def test_a_bad_override_is_answered_in_one_line(tmp_path, override, words):
+    file = tmp_path / "run.toml"
+    file.write_text(NAMED + "[train]\nsteps = 3\n")
+    message = complaint(file, override)
+    assert words in message
+    assert "\n" not in message
+
+
+def test_all_problems_are_listed_a_line_each(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nsteps = 0\nlr = 0.5\n")
+    message = complaint(file, "train.lr=fast", "cust=[]")
+    assert [line.split(": ")[0:2] for line in message.splitlines()] == [
+        ["4 problems in the configuration:"],
+        ["  run.toml", "name is missing; expected text"],
+        ["  run.toml", "train.steps = 0"],
+        ["  override", 'train.lr = "fast"'],
+        ["  override", "cust = []"],
+    ]
+
+
+def test_all_malformed_overrides_are_listed():
+    message = complaint(None, "steps 5", "name=x", "=3")
+    assert message.startswith("2 problems")
+
+
+def test_what_is_missing_without_a_file_says_that_there_is_none():
+    assert complaint(None) == "no run file: name is missing; expected text"
+
+
+def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path):
+    (tmp_path / "gossip.toml").write_text(NAMED)
+    message = complaint(tmp_path / "gosip.toml")
+    assert str(tmp_path / "gosip.toml") in message
+    assert message.endswith('does not exist; did you mean "gossip.toml"?')
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    message = complaint(tmp_path / "runs" / "a.toml")
+    assert message.endswith(f"does not exist; nor does the folder {tmp_path / 'runs'}")
+
+
+def test_a_directory_is_no_run_file(tmp_path):
+    assert complaint(tmp_path) == f"{tmp_path} is a directory; name the run file in it"
+
+
+def test_a_file_name_that_cannot_be_is_refused(tmp_path):
+    assert "cannot be read" in complaint(tmp_path / "a\0b")
+
+
+def test_a_file_that_is_not_utf8_says_where(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_bytes(b'name = "\xff"\n')
+    assert (
+        complaint(file) == f"{file}: not UTF-8 text: byte 8 cannot be read; save the file as UTF-8"
+    )
+
+
+def test_a_long_value_is_cut(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(NAMED + f'cuts = "{"a" * 5000}"\n')
+    assert len(complaint(file)) < 200
