@@ -6,17 +6,21 @@ One JSON object a trial, then a line that counts; exit status 1 if one failed. N
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TOKEN_NAME = "STRETTO_LAB_KILLS"
 """A variable that marks every process of a trial, however deep."""
+
+LOCKS = Path("/run/stretto")
 
 STORE = """
 import socket, sys
@@ -31,7 +35,9 @@ import sys
 from stretto.launch.lab.head import store_command
 from stretto.launch.lab.plan import LabSpec
 from stretto.launch.lab.run import run_in_lab
-store = store_command if sys.argv[1] == "real" else lambda host: [sys.executable, "-c", sys.argv[2], host]
+def plain(host):
+    return [sys.executable, "-c", sys.argv[2], host]
+store = store_command if sys.argv[1] == "real" else plain
 spec = LabSpec(hosts=int(sys.argv[3]), ranks_per_host=int(sys.argv[4]), bits_per_s=400_000_000)
 result = run_in_lab(spec, sys.argv[5:], say=lambda line: print(line, file=sys.stderr), store=store)
 print(result.reason, file=sys.stderr)
@@ -88,10 +94,12 @@ def main() -> int:
     args = parser.parse_args()
     moments = random.Random(args.seed)
     passed = 0
-    for number in range(args.count):
-        trial = kill_one(number, moments.uniform(0.0, args.latest_s), args.store)
-        print(json.dumps({**asdict(trial), "passed": trial.passed}), flush=True)
-        passed += trial.passed
+    with tempfile.TemporaryDirectory() as logs:
+        os.environ["TMPDIR"] = logs
+        for number in range(args.count):
+            trial = kill_one(number, moments.uniform(0.0, args.latest_s), args.store)
+            print(json.dumps({**asdict(trial), "passed": trial.passed}), flush=True)
+            passed += trial.passed
     print(f"{passed} passed, {args.count - passed} failed")
     return 0 if passed == args.count else 1
 
@@ -100,42 +108,48 @@ def kill_one(number: int, after_s: float, store: str) -> Trial:
     """Start a lab, kill it after ``after_s``, run another, and look around."""
     token = f"{os.getpid()}.{number}"
     before = traces(token)
-    victim = start_lab(token, store, hosts=3, ranks_per_host=2, command=BROOD)
+    # Its output goes nowhere: what outlives the kill would keep a pipe open.
+    victim = start_lab(token, [store, STORE, "3", "2", *BROOD], output=subprocess.DEVNULL)
     time.sleep(after_s)  # the moment of the kill is what is being varied
     victim.kill()
-    victim.communicate()
-    survivor = start_lab(
-        token, store, hosts=2, ranks_per_host=1, command=[sys.executable, "-c", PING]
-    )
-    _, said = survivor.communicate(timeout=180)
+    victim.wait()
+    ping = [sys.executable, "-c", PING]
+    survivor = start_lab(token, [store, STORE, "2", "1", *ping], output=subprocess.PIPE)
+    said = survivor.communicate(timeout=180)[1].decode()
     left = sorted(traces(token) - before)
-    return Trial(number, round(after_s, 3), survivor.returncode, said.decode(), left)
+    return Trial(number, round(after_s, 3), survivor.returncode, said, left)
 
 
-def start_lab(
-    token: str, store: str, *, hosts: int, ranks_per_host: int, command: list[str]
-) -> subprocess.Popen[bytes]:
+def start_lab(token: str, arguments: list[str], *, output: int) -> subprocess.Popen[bytes]:
     """Start a lab in a process of its own."""
-    shape = [str(hosts), str(ranks_per_host)]
     return subprocess.Popen(
-        [sys.executable, "-c", LAB, store, STORE, *shape, *command],
+        [sys.executable, "-c", LAB, *arguments],
         env={**os.environ, TOKEN_NAME: token},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
     )
 
 
 def traces(token: str) -> set[str]:
-    """Return what labs leave on a machine, found without the lab's own code."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    """Return what dead labs left on this machine, found without the lab's own code."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True)
-    locks = [path for path in Path("/run/stretto").glob("*") if path.is_file()]
-    return {
-        *(f"namespace {line.split()[0]}" for line in listed.stdout.splitlines()),
-        *(f"link {line.split()[1]}" for line in links.stdout.splitlines()),
-        *(f"lock {path.name}" for path in locks),
-        *(f"process {pid}" for pid in marked_processes(token)),
-    }
+    locks = {path.name for path in LOCKS.glob("lab-*.lock")}
+    live = {name.removeprefix("lab-").removesuffix(".lock") for name in locks if is_held(name)}
+    named = {f"namespace {path.name}" for path in Path("/run/netns").glob("stretto-*")}
+    named |= {f"lock {name}" for name in locks}
+    named |= {f"link {line.split()[1]}" for line in links.stdout.splitlines()}
+    ours = {name for name in named if not any(lab_id in name for lab_id in live)}
+    return ours | {f"process {pid}" for pid in marked_processes(token)}
+
+
+def is_held(name: str) -> bool:
+    """Return whether a live lab, here somebody else's, holds this lock."""
+    try:
+        with (LOCKS / name).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True  # or it has just gone away, which leaves nothing either
+    return False
 
 
 def marked_processes(token: str) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from stretto.config import Config, Loaded, load, resolve, to_toml
 from stretto.errors import ConfigError
@@ -122,6 +122,15 @@ def test_an_inner_table_without_kind_takes_the_default_of_the_kind_the_file_chos
     assert read(text).config.strategy == Gossip(topology=Ring(hops=5))
 
 
+def test_a_table_inside_a_list_takes_its_default_kind_too(tmp_path):
+    class Stack(Config):
+        parts: tuple[Gossip, ...]
+
+    file = tmp_path / "stack.toml"
+    file.write_text("[[parts]]\n[parts.topology]\nhops = 5\n")
+    assert load(Stack, file).config.parts == (Gossip(topology=Ring(hops=5)),)
+
+
 def test_an_empty_table_is_the_default_table(read):
     assert read(NAMED + "[strategy]\n").config.strategy == Sync(bucket=3)
 
@@ -142,9 +151,10 @@ def test_an_override_that_repeats_the_kind_drops_nothing(read):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_order_of_overrides_of_a_kind_and_its_keys_does_not_matter(order):
-    overrides = ["name=x", "strategy.every=4", "strategy.kind=gossip"][::order]
-    assert load(Run, None, overrides).config.strategy == Gossip(every=4)
+def test_the_order_of_overrides_of_a_kind_and_its_keys_does_not_matter(read, order):
+    overrides = ["strategy.every=4", "strategy.kind=gossip"][::order]
+    text = NAMED + "[strategy]\nbucket = 8\n"
+    assert read(text, *overrides).config.strategy == Gossip(every=4)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +210,13 @@ def test_every_leaf_has_the_origin_of_whoever_set_it_last(read):
     }
 
 
+def test_what_a_validator_unfolds_has_the_origin_of_the_text():
+    class Short(Config):
+        ring: Annotated[Ring, BeforeValidator(lambda hops: {"hops": hops})]
+
+    assert load(Short, None, ["ring=4"]).origin["ring.hops"] == "override"
+
+
 def test_resolve_sets_derived_keys_and_only_those(read):
     loaded = read(NAMED + "[train]\nsteps = 4\n")
     resolved = resolve(loaded, {"cuts": (1, 2), "train.threads": 2, "algorithms": {"1KB": "ring"}})
@@ -234,6 +251,15 @@ def test_the_written_file_names_an_origin_on_every_setting_and_what_is_not_set(r
     assert "[train]\nsteps = 4  # run.toml\nlr = 0.3  # override\n" in written
     settings = [line for line in written.splitlines() if " = " in line]
     assert all(line.split("  # ")[-1] in ("run.toml", "override", "default") for line in settings)
+
+
+def test_a_note_cannot_break_the_file_that_quotes_it(read):
+    noted = resolve(read(NAMED), {"cuts": (1,)}, note="two\nlines")
+    assert read(to_toml(noted)).config == noted.config
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(read):
+    assert read("\ufeff" + NAMED).config == Run(name="x")
 
 
 def test_a_file_name_cannot_break_the_file_that_quotes_it(tmp_path):

@@ -1,17 +1,19 @@
 import re
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field, field_validator
 
-from stretto.config import load
+from stretto.config import Config, load
 from stretto.errors import ConfigError
-from tests.unit.test_config import NAMED, Run
+from tests.unit.test_config import NAMED, Layer, Run, Sync
 
 JARGON = re.compile(r"pydantic|Input|validat|discriminator|\btag\b|JSON|Literal|int_type|https?:")
 
 
-def complaint(file, *overrides):
+def complaint(file, *overrides, model=Run):
     with pytest.raises(ConfigError) as caught:
-        load(Run, file, overrides)
+        load(model, file, overrides)
     assert caught.value.exit_code == 2
     message = str(caught.value)
     assert not JARGON.search(message)
@@ -97,6 +99,7 @@ BAD_FILES = {
         NAMED + '[strategy]\nkind = "gosip"\n',
         'strategy.kind = "gosip": unknown kind; did you mean "gossip"? known kinds: sync, gossip',
     ),
+    "kind in capitals": (NAMED + '[strategy]\nkind = "SYNC"\n', 'did you mean "sync"?'),
     "unknown kind inside a kind": (
         NAMED + '[strategy]\nkind = "gossip"\n[strategy.topology]\nkind = "rnig"\n',
         'strategy.topology.kind = "rnig": unknown kind; did you mean "ring"? known kinds: ring,',
@@ -146,7 +149,7 @@ def test_a_bad_file_is_answered_in_one_line(tmp_path, text, words):
 BAD_OVERRIDES = {
     "no equals sign": ("steps 5", "'steps 5': no \"=\" in it; write it as table.key=value"),
     "no key": ("=5", "override '=5': '' is not a key"),
-    "two keys": ("a\nb=5", "'a\\nb' is not a key"),
+    "comment before the key": ("#\nname=5", "'#\\nname' is not a key"),
     "empty part": ("train..steps=5", "'train..steps' is not a key"),
     "not UTF-8": ("name=\udcff", "override 'name=\\udcff': the value is not UTF-8 text"),
     "unknown key": (
@@ -157,6 +160,10 @@ BAD_OVERRIDES = {
     "through a number": (
         "train.steps.x=1",
         "override: train.steps.x = 1: train.steps is not a table; expected a whole number",
+    ),
+    "through a number or word": (
+        "train.threads.x=1",
+        'train.threads.x = 1: train.threads is not a table; expected a whole number or "auto"',
     ),
     "through a text": ("name.x.y=1", "name.x.y = 1: name is not a table; expected text"),
     "item that is not there": ("layers.7.width=1", "layers.7.width = 1: layers is not a table"),
@@ -173,6 +180,47 @@ def test_a_bad_override_is_answered_in_one_line(tmp_path, override, words):
     message = complaint(file, override)
     assert words in message
     assert "\n" not in message
+
+
+def test_only_the_shell_is_told_about_quotes(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("name = 5\n")
+    assert complaint(file) == "run.toml: name = 5: expected text; got a whole number"
+
+
+def test_a_kind_named_like_a_key_is_not_taken_for_it():
+    class Every(Config):
+        kind: Literal["every"] = "every"
+        every: int = 1
+        steps: int = 1
+
+    class Outer(Config):
+        inner: Annotated[Every | Sync, Field(discriminator="kind")] = Every()
+
+    overrides = ("inner.every=3", "inner.steps=many")
+    message = complaint(None, *overrides, model=Outer)
+    assert message == 'override: inner.steps = "many": expected a whole number; got text'
+
+
+def test_a_table_in_a_mapping_is_known_by_its_own_keys():
+    class Shapes(Config):
+        shapes: dict[str, Layer]
+
+    message = complaint(None, "shapes.width.width=wide", model=Shapes)
+    assert message == 'override: shapes.width.width = "wide": expected a whole number; got text'
+
+
+def test_a_validators_words_are_made_printable():
+    class Rude(Config):
+        word: str
+
+        @field_validator("word")
+        @classmethod
+        def _refuse(cls, word):
+            raise ValueError(f"no {word}")
+
+    message = complaint(None, "word=\x1b[31m", model=Rude)
+    assert message == 'override: word = "\\u001b[31m": no \\u001b[31m'
 
 
 def test_all_problems_are_listed_a_line_each(tmp_path):
@@ -197,11 +245,12 @@ def test_what_is_missing_without_a_file_says_that_there_is_none():
     assert complaint(None) == "no run file: name is missing; expected text"
 
 
-def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path):
-    (tmp_path / "gossip.toml").write_text(NAMED)
+@pytest.mark.parametrize("neighbour", ["gossip.toml", "GOSSIP.TOML"])
+def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path, neighbour):
+    (tmp_path / neighbour).write_text(NAMED)
     message = complaint(tmp_path / "gosip.toml")
     assert str(tmp_path / "gosip.toml") in message
-    assert message.endswith('does not exist; did you mean "gossip.toml"?')
+    assert message.endswith(f'does not exist; did you mean "{neighbour}"?')
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from stretto.config import Config
-from stretto.data.hashing import U64, counters, derive_key, mix64, uniforms
+from stretto.data.hashing import GOLDEN, U64, counters, derive_key, mix64, uniforms
 from stretto.data.outlines import F32, OUTLINES
 
 _FIGURES = tuple(OUTLINES.values())
@@ -61,7 +61,7 @@ class Shapes:
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return images [B, 3, size, size] in float32, roughly zero-mean, and classes [B]."""
-        keys = mix64(self._key + counters(0, 1) * indices.astype(np.uint64))
+        keys = mix64(self._key + GOLDEN * indices.astype(np.uint64))
         draws = uniforms(mix64(keys[:, None] + counters(0, _NUM_DRAWS)))
         labels = (draws[:, 0] * self._classes).astype(np.int64)
         images = np.empty((indices.size, 3, self._size, self._size), dtype=np.float32)

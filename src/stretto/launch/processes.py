@@ -133,6 +133,16 @@ def run_workers(
         return _watch(crew, bell, say)
 
 
+def culprit(ended: Mapping[int, int]) -> int | None:
+    """Return the rank to blame among those seen to have ended together, None if all went well.
+
+    A code below zero is the signal that killed a rank. Such a rank is the cause: others fail by
+    themselves when it no longer answers.
+    """
+    failed = [(code > 0, rank) for rank, code in ended.items() if code]
+    return min(failed)[1] if failed else None
+
+
 def guarded(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` changed so that the process is killed when this one dies."""
     setpriv = shutil.which("setpriv")
@@ -191,15 +201,16 @@ def _start(worker: Worker) -> _Child:
 
 
 def _watch(crew: Sequence[_Child], bell: Bell, say: Callable[[str], None]) -> Outcome:
+    workers = {child.worker.rank: child.worker for child in crew}
     while not bell.received:
-        codes = [(child, child.exit_code()) for child in crew]
-        failed = [(child, code) for child, code in codes if code]
-        if failed:
-            # Seen together, the one killed by a signal is the cause: peers fail of its absence.
-            child, code = min(failed, key=lambda pair: (pair[1] > 0, pair[0].worker.rank))
-            say(f"{child.worker.title} ended with {_describe(code)}: ending the others")
-            return _failure(child.worker, code)
-        if all(code == 0 for _, code in codes):
+        codes = {child.worker.rank: child.exit_code() for child in crew}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        rank = culprit(ended)
+        if rank is not None:
+            worker, code = workers[rank], ended[rank]
+            say(f"{worker.title} ended with {_describe(code)}: ending the others")
+            return _failure(worker, code)
+        if len(ended) == len(crew):
             return Outcome(0)
         bell.wait()
     name = _signal_name(bell.received[0])

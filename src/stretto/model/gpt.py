@@ -13,7 +13,7 @@ from typing import Literal, Self
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the framework's own habit
+from torch.nn.functional import scaled_dot_product_attention
 
 from stretto.config import Config
 from stretto.errors import ConfigError
@@ -114,7 +114,7 @@ class Attention(nn.Module):
             part_BTD.unflatten(-1, (self._heads, -1)).transpose(1, 2)
             for part_BTD in self.query_key_value(x_BTD).chunk(3, dim=-1)
         )
-        mixed_BNTH = F.scaled_dot_product_attention(
+        mixed_BNTH = scaled_dot_product_attention(
             query_BNTH,
             key_BNTH,
             value_BNTH,

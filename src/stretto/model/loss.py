@@ -7,7 +7,7 @@ Shape suffixes: B batch, T tokens, V classes or vocabulary.
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the framework's own habit
+from torch.nn.functional import cross_entropy
 
 
 def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def per_sample_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """
     if outputs.dtype in (torch.bfloat16, torch.float16):
         outputs = outputs.float()
-    losses = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+    losses = cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
     return _mean_per_sample(losses.view(targets.shape))
 
 

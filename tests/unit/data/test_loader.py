@@ -107,9 +107,13 @@ def test_nothing_follows_an_error():
 
 
 def test_no_thread_is_left_after_an_error_in_the_consumer():
-    with pytest.raises(RuntimeError, match="loss"), Prefetch(Counting(), shares(50)) as loaded:
-        next(loaded)
-        raise RuntimeError("loss is not finite")
+    def consume():
+        with Prefetch(Counting(), shares(50)) as loaded:
+            next(loaded)
+            raise RuntimeError("loss is not finite")
+
+    with pytest.raises(RuntimeError, match="loss"):
+        consume()
     assert loader_threads() == []
 
 

@@ -1,19 +1,19 @@
 import pytest
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 
 from stretto.model.loss import correct, per_sample_loss
 
 
 def test_each_sample_has_its_own_cross_entropy():
     logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
-    expected = [F.cross_entropy(logits[i], targets[i]) for i in range(5)]
+    expected = [cross_entropy(logits[i], targets[i]) for i in range(5)]
     torch.testing.assert_close(per_sample_loss(logits, targets), torch.stack(expected))
 
 
 def test_tokens_count_by_their_mean_within_the_sample():
     logits, targets = torch.randn(2, 7, 3), torch.randint(3, (2, 7))
-    expected = [F.cross_entropy(logits[i], targets[i]) for i in range(2)]
+    expected = [cross_entropy(logits[i], targets[i]) for i in range(2)]
     torch.testing.assert_close(per_sample_loss(logits, targets), torch.stack(expected))
 
 

@@ -1,0 +1,73 @@
+"""``stretto lab``: a cluster in a box."""
+
+import json
+import sys
+from dataclasses import asdict
+
+from stretto.launch.lab.plan import LabSpec
+from stretto.launch.lab.run import LabResult, run_in_lab
+from stretto.units import format_bytes, format_s, parse_bits_per_s, parse_fraction
+
+
+def lab(
+    *command: str,
+    hosts: int = 4,
+    ranks_per_host: int = 1,
+    rate: str | None = None,
+    loss: str = "0%",
+    json_: bool = False,
+) -> int:
+    """Run COMMAND as every rank of a cluster in a box: hosts in namespaces, links shaped.
+
+    Example: stretto lab --hosts 4 --rate 400mbit -- stretto bench step
+
+    Parameters
+    ----------
+    command
+        What each rank runs, after --; it finds torchrun's variables.
+    hosts
+        Network namespaces, one link each.
+    ranks_per_host
+        Ranks that share a host and its link.
+    rate
+        Rate of each link in each direction, as 400mbit; unshaped when left out.
+    loss
+        Share of packets each host drops on arrival, as 0.1%.
+    json_
+        The result as one object on the last line of standard output.
+    """
+    spec = LabSpec(
+        hosts, ranks_per_host, parse_bits_per_s(rate) if rate else None, parse_fraction(loss)
+    )
+    result = run_in_lab(spec, _same_stretto(command), say=_say)
+    _tell(result, as_json=json_)
+    return result.exit_code
+
+
+def _same_stretto(command: tuple[str, ...]) -> list[str]:
+    """Let ``stretto`` mean the one that runs now, on PATH or not."""
+    if command[:1] == ("stretto",):
+        return [sys.executable, "-m", "stretto", *command[1:]]
+    return list(command)
+
+
+def _tell(result: LabResult, *, as_json: bool) -> None:
+    if result.reason:
+        _say(result.reason)
+    if as_json:
+        record = {
+            "exit_code": result.exit_code,
+            "seconds": result.seconds,
+            "hosts": [asdict(host) for host in result.hosts],
+            "failed_rank": result.failed_rank,
+        }
+        print(json.dumps(record))
+        return
+    _say(f"ended with {result.exit_code} after {format_s(result.seconds)}; over the links went:")
+    for host in result.hosts:
+        sent, received = format_bytes(host.sent_bytes), format_bytes(host.received_bytes)
+        _say(f"  host {host.host}: sent {sent}, received {received}")
+
+
+def _say(line: str) -> None:
+    print(f"stretto lab: {line}", file=sys.stderr)

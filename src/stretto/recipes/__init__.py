@@ -1,0 +1,1 @@
+"""Complete runs, ready made."""

@@ -1,0 +1,1 @@
+"""Studies: complete comparisons made by one command."""

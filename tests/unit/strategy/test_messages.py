@@ -1,0 +1,55 @@
+"""The messages of a training step are those of the schedule and the buckets, and no others."""
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.local import run_local
+from stretto.comm.recording import Message, RecordingChannel
+from stretto.comm.schedule import Action, chunk_bounds
+from stretto.strategy import AllReduceConfig, bucket_cuts, build_strategy
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 30), nn.Linear(30, 5))
+
+
+def expected_messages(algorithm: str, config: AllReduceConfig, rank: int, size: int):
+    """Derive from the schedule and the bucket cuts alone what one rank sends."""
+    sizes = [p.numel() for p in reversed(list(model().parameters()))]
+    for count in bucket_cuts(config, model()):
+        # One mark per tensor travels behind the gradients.
+        numel = sum(sizes[:count]) + count
+        del sizes[:count]
+        schedule = ALLREDUCE[algorithm](size)
+        if schedule.native:
+            yield Message(-1, 4 * numel)
+            continue
+        bounds = chunk_bounds(numel, schedule.num_chunks)
+        for op in schedule.program(rank):
+            if op.action is Action.SEND:
+                yield Message(op.peer, 4 * (bounds[op.stop] - bounds[op.start]), op.lane)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_a_step_sends_exactly_its_schedule(algorithm, size):
+    config = AllReduceConfig(algorithm=algorithm, fusion=1000)
+    assert len(bucket_cuts(config, model())) > 2
+
+    def work(channel):
+        recorder = RecordingChannel(channel)
+        strategy = build_strategy(config, recorder)
+        net, optimizer = strategy.attach(model(), lambda p: torch.optim.SGD(p, lr=0.1))
+        recorder.sent.clear()
+        strategy.begin(0, 0, True, 0.1)
+        net(torch.ones(2, 10)).sum().backward()
+        strategy.after_backward()
+        optimizer.step()
+        strategy.after_update()
+        strategy.close()
+        return recorder.sent
+
+    for rank, sent in enumerate(run_local(size, work)):
+        assert sent == list(expected_messages(algorithm, config, rank, size))
