@@ -45,16 +45,16 @@ def parse_fraction(text: str) -> float:
 def format_bytes(num_bytes: float) -> str:
     """Return ``num_bytes`` with the largest decimal unit that keeps it at least one."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if abs(num_bytes) >= scale:
+        if abs(num_bytes) >= 0.9995 * scale:  # what three digits would round up to the unit
             return f"{num_bytes / scale:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 
 
 def format_s(seconds: float) -> str:
     """Return a duration a person can read: ``0.7 ms``, ``1.25 s``, ``3 min 20 s``."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -11,7 +11,7 @@ from stretto.launch.worker import run_worker
 from stretto.run import RunConfig, check
 
 
-def train(run: Path, *overrides: str, workers: int | None = None, resume: bool = False) -> int:
+def train(run: Path, /, *overrides: str, workers: int | None = None, resume: bool = False) -> int:
     """Train what RUN describes.
 
     Alone it is one rank; with --workers it starts that many on this machine; under torchrun or in
@@ -28,6 +28,8 @@ def train(run: Path, *overrides: str, workers: int | None = None, resume: bool =
     resume
         Go on from the newest valid checkpoint of this run.
     """
+    # model.target may name a module beside the run file or where we stand, as `python -m` allows.
+    sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
     loaded = load(RunConfig, run, overrides)
     world = detect()
     if workers is None:

@@ -26,9 +26,10 @@ from stretto.train.state import resume_state
 
 
 def run_worker(
-    loaded: Loaded[RunConfig], world: World, *, resume: bool = False, stream: TextIO = sys.stderr
+    loaded: Loaded[RunConfig], world: World, *, resume: bool = False, stream: TextIO | None = None
 ) -> RunEnded:
     """Train as one rank of ``world``; every rank calls this with the same run."""
+    stream = stream or sys.stderr
     loaded = resolve_run(loaded, world)
     config = loaded.config
     assert config.run.threads is not None

@@ -130,4 +130,5 @@ def _share_bar(step: StepDone) -> Text:
 
 
 def _cells(fraction: float) -> int:
-    return round(min(1.0, max(0.0, fraction)) * _SHARE_WIDTH) if math.isfinite(fraction) else 0
+    # In this order max() answers 0 for NaN, so a share nobody measured takes no room.
+    return round(min(1.0, max(0.0, fraction)) * _SHARE_WIDTH)

@@ -15,13 +15,13 @@ _BATCH = 256
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, step: int) -> EvalDone:
-    """Measure loss and accuracy on the held-out data; all ranks call this together."""
+def evaluate(parts: Parts, done: int) -> EvalDone:
+    """Measure loss and accuracy on held-out data after ``done`` steps; all ranks together."""
     parts.strategy.settle()
     parts.model.eval()
     mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
     sums = torch.zeros(2, dtype=torch.float64)
-    with parts.recorder.span("evaluate", "compute", step=step):
+    with parts.recorder.span("evaluate", "compute", step=done - 1):
         for start in range(0, len(mine), _BATCH):
             inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
             outputs = forward(parts, inputs)
@@ -30,4 +30,4 @@ def evaluate(parts: Parts, step: int) -> EvalDone:
     parts.model.train()
     execute(ALLREDUCE["native"](parts.channel.size), sums, parts.channel)
     loss, accuracy = (sums / max(1, parts.test_source.num_samples)).tolist()
-    return EvalDone(step=step, epoch=step // parts.epoch_steps, loss=loss, accuracy=accuracy)
+    return EvalDone(step=done, epoch=(done - 1) // parts.epoch_steps, loss=loss, accuracy=accuracy)

@@ -14,7 +14,7 @@ import math
 
 from stretto.data.loader import Prefetch
 from stretto.errors import StrettoError
-from stretto.telemetry.events import EvalDone, RunEnded
+from stretto.telemetry.events import EvalDone, RunEnded, StepDone
 from stretto.train.evaluate import evaluate
 from stretto.train.meter import Meter
 from stretto.train.parts import Parts
@@ -38,11 +38,11 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
                 strategy.after_update()
             meter.add_loss(loss)
             if parts.is_due(config.log_every, step):
-                done = meter.summary(step, lr)
+                done = meter.summary(lr)
                 parts.report(done)
-                _check_finite(done.loss, step)
+                _check_finite(done)
             if parts.is_due(config.eval_every, step):
-                result = evaluate(parts, step)
+                result = evaluate(parts, step + 1)
                 parts.report(result)
             if parts.checkpoints and parts.is_due(config.save_every, step):
                 save_state(parts, step + 1)
@@ -51,9 +51,9 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
     return ended
 
 
-def _check_finite(loss: float, step: int) -> None:
-    if not math.isfinite(loss):
+def _check_finite(done: StepDone) -> None:
+    if not math.isfinite(done.loss):
         raise StrettoError(
-            f"the loss is {loss} at step {step}, on all ranks alike: lower optim.lr or lengthen "
+            f"the loss is {done.loss} at step {done.step}, on all ranks alike: lower optim.lr or lengthen "
             "optim.warmup_steps; the last checkpoint is untouched"
         )

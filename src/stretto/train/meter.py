@@ -24,7 +24,7 @@ class Meter:
         self._began_s = time.monotonic()
         self._trained_s = 0.0
         self._trained_samples = 0
-        self._last_step = first_step - 1
+        self._done = first_step
         self._last_loss = float("nan")
         self._clear()
 
@@ -32,14 +32,14 @@ class Meter:
     def step(self, batch: LoadedShare) -> Iterator[None]:
         """Time one step; the wait for its batch came just before."""
         start_s = time.monotonic()
-        wait = Span("wait for data", "wait", start_s - batch.wait_s, start_s, self._last_step + 1)
+        wait = Span("wait for data", "wait", start_s - batch.wait_s, start_s, self._done)
         self._parts.recorder.add(wait)
         yield
         self._step_s += time.monotonic() - start_s + batch.wait_s
         self._data_s += batch.wait_s
         self._steps += 1
         self._samples += batch.share.global_count
-        self._last_step += 1
+        self._done += 1
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -52,7 +52,7 @@ class Meter:
         """Add this rank's sum of losses; nothing is read from the device yet."""
         self._loss = loss if self._loss is None else self._loss + loss
 
-    def summary(self, step: int, lr: float) -> StepDone:
+    def summary(self, lr: float) -> StepDone:
         """Return the means since the last line, over all ranks (one small all-reduce)."""
         parts = self._parts
         mine = [float(self._loss or 0.0), self._step_s, self._comm_s, self._data_s]
@@ -62,10 +62,10 @@ class Meter:
         step_s, comm_s, data_s = (total / parts.channel.size for total in times)
         self._trained_s += step_s
         self._trained_samples += self._samples
-        done_steps = step + 1 - self._first_step
+        ran, left = self._done - self._first_step, parts.total_steps - self._done
         done = StepDone(
-            step=step,
-            epoch=step // parts.epoch_steps,
+            step=self._done,
+            epoch=(self._done - 1) // parts.epoch_steps,
             loss=loss_sum / self._samples,
             lr=lr,
             samples_per_s=self._samples / step_s,
@@ -73,9 +73,7 @@ class Meter:
             compute_share=max(0.0, 1 - (comm_s + data_s) / step_s),
             comm_share=comm_s / step_s,
             data_share=data_s / step_s,
-            time_left_s=(time.monotonic() - self._began_s)
-            / done_steps
-            * (parts.total_steps - step - 1),
+            time_left_s=(time.monotonic() - self._began_s) / ran * left,
         )
         self._last_loss = done.loss
         self._clear()
@@ -84,7 +82,7 @@ class Meter:
     def ended(self, result: EvalDone | None) -> RunEnded:
         """Return the closing word; throughput is that of the training steps alone."""
         return RunEnded(
-            step=self._last_step,
+            step=self._done,
             seconds=time.monotonic() - self._began_s,
             loss=result.loss if result else self._last_loss,
             accuracy=result.accuracy if result else None,

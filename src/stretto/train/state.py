@@ -26,7 +26,7 @@ def save_state(parts: Parts, next_step: int) -> None:
     with parts.recorder.span("checkpoint", "compute", step=next_step - 1):
         state = capture(parts, next_step)
         saved = save(parts.checkpoints, state, generation=parts.generation)
-    parts.report(CheckpointSaved(next_step - 1, str(saved.path), saved.num_bytes, saved.seconds))
+    parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))
 
 
 def capture(parts: Parts, next_step: int) -> State:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stretto.checkpoint import State, save
 
-FOLDER_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+REMOVALS = ("os.remove", "os.rmdir")
+FOLDER_EVENTS = ("open", "os.mkdir", "os.rename")
 """The interpreter announces these before it does them; each can be the last thing done."""
 
 
@@ -59,7 +60,8 @@ def _killer(folder: Path, strike: int) -> Callable[[str, tuple[object, ...]], No
 
     def hook(event: str, args: tuple[object, ...]) -> None:
         nonlocal seen
-        if event in FOLDER_EVENTS and str(folder) in str(args[0]):
+        # A tree is removed by names relative to an open folder, so removals all count.
+        if event in REMOVALS or (event in FOLDER_EVENTS and str(folder) in str(args[0])):
             if seen == strike:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1

@@ -7,7 +7,8 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from stretto.checkpoint import load_newest, save
+from stretto.checkpoint import load_newest, save, verify
+from stretto.checkpoint.layout import step_folders
 from tests.unit.checkpoint.saver import (
     assert_same,
     redo_and_go_on,
@@ -24,7 +25,7 @@ def processes() -> ForkServerContext:
 
 
 @pytest.mark.multi
-def test_a_kill_before_any_folder_event_leaves_a_complete_checkpoint(processes, tmp_path):
+def test_a_kill_before_any_folder_event_leaves_only_complete_checkpoints(processes, tmp_path):
     steps_found = []
     for strike in range(200):
         folder = tmp_path / str(strike) / "checkpoints"
@@ -38,6 +39,8 @@ def test_a_kill_before_any_folder_event_leaves_a_complete_checkpoint(processes, 
         assert complaints == []
         assert_same(found, state_at(found.step if found else -1))
         steps_found.append(found.step)
+        for path in step_folders(folder):
+            verify(path)
         if child.exitcode == 0:
             break
         shutil.rmtree(tmp_path / str(strike))

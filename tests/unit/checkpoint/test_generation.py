@@ -2,7 +2,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from stretto.checkpoint import current_generation, load_newest, next_generation, save
+from stretto.checkpoint import (
+    current_generation,
+    generation,
+    load_newest,
+    next_generation,
+    save,
+    writing,
+)
 from stretto.errors import CheckpointError
 from tests.unit.checkpoint.saver import state_at
 
@@ -31,6 +38,11 @@ def test_simultaneous_starts_never_share_a_generation(tmp_path):
     assert sorted(taken) == list(range(1, 41))
 
 
+def test_a_generation_taken_after_the_look_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation, "current_generation", lambda _: 0)
+    assert [next_generation(tmp_path) for _ in range(3)] == [1, 2, 3]
+
+
 def test_a_run_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     (tmp_path / "run").write_text("not a folder")
     with pytest.raises(CheckpointError, match="no generation can be taken"):
@@ -49,13 +61,11 @@ def test_a_stale_generation_writes_nothing(tmp_path):
 def test_a_generation_taken_during_a_save_stops_its_commit(tmp_path, monkeypatch):
     ours, folder = next_generation(tmp_path), tmp_path / "checkpoints"
     save(folder, state_at(1), generation=ours)
-    from stretto.checkpoint import writing
-
     write = writing._write
 
-    def write_while_another_starts(aside, state, generation):
+    def write_while_another_starts(aside, state, ours):
         next_generation(tmp_path)
-        return write(aside, state, generation)
+        return write(aside, state, ours)
 
     monkeypatch.setattr(writing, "_write", write_while_another_starts)
     with pytest.raises(CheckpointError, match="has taken over the run"):

@@ -66,6 +66,39 @@ def test_a_manifest_survives_its_json():
     assert decode(encode(MANIFEST), where="here") == MANIFEST
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "complaint"),
+    [
+        (("schema_version",), 0, "schema version 0"),
+        (("schema_version",), True, "'schema_version'"),
+        (("step",), -1, "'step'"),
+        (("step",), 1.0, "'step'"),
+        (("generation",), -1, "'generation'"),
+        (("facts",), [], "'facts'"),
+        (("more",), 1, "'more'"),
+        (("files", FILE, "num_bytes"), -1, "num_bytes"),
+        (("files", FILE, "xxh3_128"), "A" * 32, "xxh3_128"),
+        (
+            ("files", "tensors-00001.safetensors"),
+            {"num_bytes": 0, "xxh3_128": "0" * 32},
+            "no tensor",
+        ),
+        (("tensors", "model/w", "file"), "tensors-00001.safetensors", "unlisted file"),
+        (("tensors", "model/w", "file"), "../x", "model/w.file"),
+        (("tensors", "model/w", "file"), "/etc/passwd", "model/w.file"),
+        (("tensors", "model/w", "file"), f"{FILE}\n", "model/w.file"),
+        (("tensors", "model/w", "shape"), [2, -3], "shape"),
+        (("tensors", "model/w", "shape"), [2**31, 2**31], "shape"),
+        (("tensors", "model/w", "shape"), [0, 2**62], "shape"),
+        (("tensors", "model/w", "shape"), [1] * 65, "shape"),
+    ],
+)
+def test_what_cannot_be_true_is_damage_and_its_place_is_named(place, value, complaint):
+    edited = changed(json.loads(encode(MANIFEST)), place, value)
+    with pytest.raises(DamagedError, match=complaint):
+        decode(json.dumps(edited).encode(), where="here")
+
+
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 @settings(max_examples=300, deadline=None)
 def test_arbitrary_bytes_are_damage(data):

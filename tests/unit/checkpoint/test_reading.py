@@ -100,6 +100,7 @@ DAMAGES = {
     "absolute name": lambda path: edit_and_seal(path, f'"{SHARD}": {{', '"/etc/passwd": {'),
     "climbing name": lambda path: edit_and_seal(path, f'"file": "{SHARD}"', '"file": "../x"'),
     "doubled key": lambda path: edit_and_seal(path, '"step"', '"generation": 0,"step"'),
+    "nested manifest": lambda path: edit_and_seal(path, "7", "[" * 100 + "]" * 100),
     "deep manifest": lambda path: edit_and_seal(path, "7", "[" * 5000 + "]" * 5000),
     "link for a shard": lambda path: replace_by_link(path / SHARD),
     "link for the manifest": lambda path: replace_by_link(path / "manifest.json"),

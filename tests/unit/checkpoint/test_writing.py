@@ -138,7 +138,7 @@ def test_too_little_space_is_told_with_both_numbers_before_anything_is_written(f
 
 
 def test_the_space_asked_for_is_enough(folder, monkeypatch):
-    tensors = {f"model/layer.{i}.weight": torch.zeros(3) for i in range(300)}
+    tensors = {f"model/layer.{i}.weight": torch.zeros(3) for i in range(2000)}
     usage = shutil._ntuple_diskusage(0, 0, 0)
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(CheckpointError, match="needs") as refused:

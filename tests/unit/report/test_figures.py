@@ -92,3 +92,7 @@ def test_a_label_is_escaped_for_plotly_which_reads_tags():
 
 def test_a_long_label_is_cut():
     assert shown("x" * 500) == "x" * 45 + "..."
+
+
+def test_a_label_holds_nothing_that_steers_a_terminal_or_turns_the_reading_direction():
+    assert shown("\x1b[31mred\u202e") == "[31mred"

@@ -100,6 +100,12 @@ def test_no_figure_carries_a_tag_of_a_hostile_name(name):
         assert "<" not in labels
 
 
+def test_nothing_in_a_figure_could_end_its_block(whole_page):
+    blocks = [text for kind, text in Page(whole_page).scripts if kind == "application/json"]
+    assert any("extra>" in block for block in blocks)
+    assert not any("<" in block for block in blocks)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_control_character_of_a_hostile_name_reaches_the_page(name):
     left = {char for char in named(name) if unicodedata.category(char) in {"Cc", "Cf"}}

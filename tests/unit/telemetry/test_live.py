@@ -66,6 +66,15 @@ def test_numbers_that_are_none_do_not_break_the_picture():
     assert "unknown left" in seen(START, broken)
 
 
+@pytest.mark.parametrize(("share", "cells"), [(0.5, 20), (math.nan, 0), (-1.0, 0), (7.0, 40)])
+def test_a_share_takes_as_much_room_as_it_has_time(share, cells):
+    live = LiveProgress(terminal_console())
+    live(StepDone(1, 0, 1.0, 0.1, 1.0, 0.1, share, 0.0, 0.0, 1.0))
+    _, strip = live.picture().renderables
+    in_strip = [part for part in strip.spans if part.style == "on blue" and part.start < 40]
+    assert sum(part.end - part.start for part in in_strip) == cells
+
+
 @pytest.mark.parametrize("name", ["[red]x[/red]", "[/]", "[link=file:///etc]x[/link]"])
 def test_square_brackets_in_a_run_name_are_not_read_as_markup(name):
     start = RunStarted(name, 1, 1, "allreduce", 4, "cnn", 10, 1, name)

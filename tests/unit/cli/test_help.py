@@ -1,0 +1,49 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from stretto.cli.main import VERBS
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys; from stretto.cli.main import main; main(['--help']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, stretto; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_names_every_verb():
+    text = run("--help").stdout
+    assert all(re.search(rf"\b{verb}\b", text) for verb in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["tarin"], "train"),
+        (["train"], "RUN"),
+        (["train", "x.toml", "--worker", "4"], "--workers"),
+        (["bench", "stop"], "step"),
+        (["lab", "--hosts", "many", "--", "true"], "many"),
+    ],
+)
+def test_a_wrong_word_on_the_command_line_is_the_callers_mistake(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
