@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ accumulation = 2
 log_every = 1
 save_every = 3
 """
-"""Everything a checkpoint must bring back: Adam's moments, dropout, a rate that moves, the order."""
+"""All that a checkpoint must bring back: Adam's moments, dropout, a moving rate, the order."""
 
 DEADLINE_S = 120
 
@@ -79,7 +80,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def campaign(count: int, seed: int):
+def campaign(count: int, seed: int) -> Iterator[Trial]:
     """Yield ``count`` trials; the undisturbed run is made once."""
     with tempfile.TemporaryDirectory(prefix="stretto-kills-") as place:
         folder = Path(place)

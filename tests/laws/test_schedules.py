@@ -1,5 +1,6 @@
 """What holds of every collective in the tables."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -65,7 +66,7 @@ def test_chunks_cover_the_tensor_and_differ_by_one_at_most():
     for numel in (0, 1, 5, 17):
         for num_chunks in (1, 2, 3, 8):
             bounds = chunk_bounds(numel, num_chunks)
-            sizes = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+            sizes = [b - a for a, b in itertools.pairwise(bounds)]
             assert sum(sizes) == numel
             assert max(sizes) - min(sizes) <= 1
 
@@ -76,10 +77,6 @@ def mutate(schedule: Schedule, rank: int, change) -> Schedule:
         return change(ops) if r == rank else ops
 
     return replace(schedule, program=program)
-
-
-def _swap_peer(op, size):
-    return replace(op, peer=(op.peer + 1) % size)
 
 
 MUTATIONS = {

@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from stretto.cluster.world import Meeting, World
 from stretto.errors import LaunchError
@@ -14,7 +14,7 @@ from stretto.errors import LaunchError
 class HeldStore:
     """A store this process serves; it dies with the process."""
 
-    store: dist.TCPStore
+    store: TCPStore
     host: str
     port: int
 
@@ -36,25 +36,25 @@ def hold_store(host: str = "127.0.0.1", port: int = 0) -> HeldStore:
         ) from failure
     listener.listen(1024)
     bound = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return HeldStore(store, host, bound)
 
 
-def join_store(world: World, timeout_s: float = 300.0) -> dist.Store:
+def join_store(world: World, timeout_s: float = 300.0) -> Store:
     """Connect to the world's store, serving it first where that falls to rank 0."""
     meeting = world.meeting
     if meeting is None:
-        return dist.HashStore()
+        return HashStore()
     if meeting.held_by_rank_0 and world.rank == 0:
         return hold_store(meeting.host, meeting.port).store
     return _connect(meeting, world.rank, timeout_s)
 
 
-def _connect(meeting: Meeting, rank: int, timeout_s: float) -> dist.Store:
+def _connect(meeting: Meeting, rank: int, timeout_s: float) -> Store:
     try:
-        return dist.TCPStore(
+        return TCPStore(
             meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, ValueError) as failure:

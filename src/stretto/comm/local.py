@@ -35,6 +35,12 @@ class _Hub:
         if not done:
             raise ChannelError(f"{what}: no answer within {self.timeout_s:g} s")
 
+    def letter(self, source: int, target: int, lane: int) -> Tensor:
+        """Return the next message on a route, the lock held."""
+        box = self.boxes[source, target, lane]
+        self.wait_for(lambda: box, f"rank {target} waits for rank {source}")
+        return box.popleft()
+
 
 class LocalChannel:
     """One thread's end of a group of threads; made by `local_channels`."""
@@ -62,9 +68,7 @@ class LocalChannel:
                 hub.boxes[self._rank, peer, lane].append(tensor.clone())
             hub.changed.notify_all()
             for peer, tensor, lane in receives:
-                box = hub.boxes[peer, self._rank, lane]
-                hub.wait_for(lambda box=box: box, f"rank {self._rank} waits for rank {peer}")
-                letter = box.popleft()
+                letter = hub.letter(peer, self._rank, lane)
                 if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
                     raise ChannelError(
                         f"rank {self._rank} expects {tuple(tensor.shape)} {tensor.dtype} from "

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from stretto.comm.buckets import Bucket
@@ -69,8 +70,8 @@ class Reducer:
         self._missing[index] -= 1
         if self._missing[index] < 0:
             raise StrettoError(
-                "backward ran again after its gradients had left for the other ranks: tell how many "
-                "backward passes make one step (accumulation=...), and step the optimizer after them"
+                "backward ran again after its gradients had left for the other ranks: say how many "
+                "backward passes make one step (accumulation=...), then step the optimizer"
             )
         self._start(lambda: self._missing[len(self._tickets)] <= 0)
 
@@ -101,7 +102,7 @@ class Reducer:
             if not self._tickets:
                 self._weights.start(self._courier, self._channel)
             index = len(self._tickets)
-            self._tickets.append(self._courier.submit(lambda i=index: self._send(i)))
+            self._tickets.append(self._courier.submit(partial(self._send, index)))
 
     def _send(self, index: int) -> Pending:
         """On the courier's thread: lay the gradients out and start the bucket's message."""

@@ -35,7 +35,7 @@ class Op:
     start: int
     stop: int
     after: tuple[int, ...] = ()
-    """Earlier operations of the same program, by index, that must be done before this one starts."""
+    """Earlier operations of this program, by index, that must be done before it starts."""
     lane: int = 0
 
 

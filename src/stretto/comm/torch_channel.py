@@ -10,48 +10,58 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    Work,
+)
 
 from stretto.comm.channel import Parcel, Pending
 from stretto.errors import ChannelError
+
+_Gloo: Any = ProcessGroupGloo
+"""Untyped here: the stubs know neither its options nor its collectives."""
 
 
 class TorchChannel:
     """This process's end of one generation of a group; made by `open_channel`."""
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int]) -> None:
-        self._group = group
+    def __init__(self, group: ProcessGroupGloo, members: Sequence[int]) -> None:
+        self._group: Any = group
         self._members = tuple(members)
 
     @property
     def rank(self) -> int:
         """My place in the group."""
-        return self._group.rank()
+        return int(self._group.rank())
 
     @property
     def size(self) -> int:
         """Number of members."""
-        return self._group.size()
+        return int(self._group.size())
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Post every receive, then every send, then wait for all."""
-        works: list[tuple[str, int, Any]] = []
-        peer = -1
+        works: list[tuple[int, Work]] = []
+        peer = -1  # whoever the failing call was about
         try:
             for peer, tensor, lane in receives:
-                works.append(("receiving from", peer, self._group.recv([tensor], peer, lane)))
+                works.append((peer, self._group.recv([tensor], peer, lane)))
             for peer, tensor, lane in sends:
-                works.append(("sending to", peer, self._group.send([tensor], peer, lane)))
-            for _doing, peer, work in works:
+                works.append((peer, self._group.send([tensor], peer, lane)))
+            for peer, work in works:  # noqa: B007 - named in the error below
                 work.wait()
         except RuntimeError as failure:
             raise ChannelError(self._describe(peer, failure)) from failure
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.SUM)
         try:
             return _Work(self._group.allreduce([tensor], options), self)
         except RuntimeError as failure:
@@ -70,7 +80,7 @@ class TorchChannel:
 class _Work:
     """A native collective in flight; remembers when it was done, for the time-line."""
 
-    def __init__(self, work: Any, channel: TorchChannel) -> None:
+    def __init__(self, work: Work, channel: TorchChannel) -> None:
         self._work = work
         self._channel = channel
         self.finished_s: float | None = None
@@ -88,7 +98,7 @@ class _Work:
 
 
 def open_channel(
-    store: dist.Store,
+    store: Store,
     *,
     rank: int,
     members: Sequence[int],
@@ -106,14 +116,14 @@ def open_channel(
         interface: Network interface to listen on; loopback when None.
         timeout_s: How long a peer may be silent before it counts as lost.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = _Gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     # Two sums in flight keep the wire busy while the first one ends; more only add contention.
     options._threads = 2
-    prefix = dist.PrefixStore(f"channel/{generation}", store)
+    prefix = PrefixStore(f"channel/{generation}", store)
     try:
-        options._devices = [dist.ProcessGroupGloo.create_device(interface=interface or "lo")]
-        group = dist.ProcessGroupGloo(prefix, members.index(rank), len(members), options)
+        options._devices = [_Gloo.create_device(interface=interface or "lo")]
+        group = _Gloo(prefix, members.index(rank), len(members), options)
     except RuntimeError as failure:
         reason = str(failure).splitlines()[0]
         raise ChannelError(

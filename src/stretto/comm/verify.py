@@ -1,4 +1,4 @@
-"""Proof, before anything is sent: every input arrives exactly once, and nobody waits in a circle."""
+"""Proof, before anything is sent: every input arrives exactly once, nobody waits in a circle."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -115,6 +115,7 @@ def _apply(
             f"{schedule.name} for {schedule.size} ranks: chunks {source.start}..{source.stop} are "
             f"sent where {target.start}..{target.stop} are expected (message {index} with {op})"
         )
+    assert source.payload is not None
     if op.action is Action.ADD:
         mine[op.start : op.stop] += source.payload
     elif op.action is Action.COPY:

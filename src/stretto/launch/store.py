@@ -1,6 +1,6 @@
 """``python -m stretto.launch.store``: hold a store on one address until standard input closes.
 
-The head of a lab runs this in a namespace of its own; the first line of standard output is the port.
+The head of a lab runs this in a namespace of its own; its first line of output is the port.
 """
 
 import argparse

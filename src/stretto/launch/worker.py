@@ -82,7 +82,7 @@ def _check_same_config(config: RunConfig, channel: Channel) -> None:
     mine = digest(config)
     if (theirs := spread_text(mine, channel)) != mine:
         raise ConfigError(
-            f"rank {channel.rank} has other settings than rank 0 (fingerprints {mine} and {theirs}): "
+            f"rank {channel.rank} has other settings than rank 0 (digests {mine} and {theirs}): "
             "give every rank the same run file and overrides"
         )
 

@@ -1,8 +1,10 @@
 """The peer to beat: PyTorch's DistributedDataParallel, at its best setting."""
 
-import torch
+from typing import Self
+
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from stretto.cluster.store import join_store
@@ -16,10 +18,10 @@ class Peers:
     """The default process group, which borrowed engines need and nothing else here uses."""
 
     def __init__(self, world: World) -> None:
-        store = dist.PrefixStore("peers", join_store(world))
+        store = PrefixStore("peers", join_store(world))
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
-    def __enter__(self) -> "Peers":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_failure: object) -> None:

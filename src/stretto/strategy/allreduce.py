@@ -1,8 +1,8 @@
 """Synchronous all-reduce: every step, every rank applies the sum of all gradients.
 
 The training loop divides its loss by the global number of samples before backward, so that the sum
-over ranks *is* the mean over the global batch, divided once. In a user's own loop, whose loss is
-a mean over its local batch, `SampleWeights` multiplies by the local count and divides by the global.
+over ranks *is* the mean over the global batch, divided once. In a user's own loop, whose loss is a
+mean over its local batch, `SampleWeights` multiplies by the local count and divides by the total.
 """
 
 from collections.abc import Mapping

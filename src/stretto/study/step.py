@@ -63,7 +63,8 @@ def _rows(
     }
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     ours = times[config.strategy.kind]
-    case = f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
+    shape = f"{world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
+    case = f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {shape}"
     bound = bound_s(num_bytes, medians["no communication"], world)
     return [
         Row(case, statistics.median(ours), name, seconds, bound, len(ours), spread(ours))
@@ -92,9 +93,7 @@ class _Plain:
 class _Ours:
     """The same step with a strategy's moments in place."""
 
-    def __init__(
-        self, config: RunConfig, channel: Channel, model: nn.Module, batch: Batch
-    ) -> None:
+    def __init__(self, config: RunConfig, channel: Channel, model: nn.Module, batch: Batch) -> None:
         self._strategy = build_strategy(config.strategy, channel)
         self._model, self._optimizer = self._strategy.attach(
             copy.deepcopy(model), make_optimizer(config.optim)

@@ -28,7 +28,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """After so many steps (``step`` counts those done); the shares are parts of the step's time and sum to at most one."""
+    """So many steps are done; the shares are parts of a step's time and sum to at most one."""
 
     step: int
     epoch: int

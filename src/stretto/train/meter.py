@@ -26,6 +26,7 @@ class Meter:
         self._trained_samples = 0
         self._done = first_step
         self._last_loss = float("nan")
+        self._loss: Tensor | None = None
         self._clear()
 
     @contextmanager
@@ -90,6 +91,6 @@ class Meter:
         )
 
     def _clear(self) -> None:
-        self._loss: Tensor | None = None
+        self._loss = None
         self._step_s = self._comm_s = self._data_s = 0.0
         self._steps = self._samples = 0

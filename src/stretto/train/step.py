@@ -75,4 +75,4 @@ def seed_randomness(seed: int, step: int, micro: int, rank: int) -> None:
     words = np.random.SeedSequence((seed, step, micro, rank)).generate_state(2, np.uint64)
     torch.manual_seed(int(words[0]) >> 1)
     random.seed(int(words[1]))
-    np.random.seed(int(words[1]) & 0xFFFFFFFF)  # noqa: NPY002 - a user's model may use it
+    np.random.seed(int(words[1]) & 0xFFFFFFFF)

@@ -7,7 +7,7 @@ from stretto.cli.main import main
 TEXT = "to be or not to be " * 400
 
 BAD = {
-    "not toml": ('[train\nbatch = 8', "line 1"),
+    "not toml": ("[train\nbatch = 8", "line 1"),
     "wrong type: text for a number": ('[train]\nbatch = "many"', 'train.batch = "many"'),
     "wrong type: number for text": ("[run]\nname = 7", "run.name = 7"),
     "wrong type: table for a number": ("[train.batch]\nx = 1", "train.batch"),

@@ -36,7 +36,7 @@ def parse_table(text: str) -> AlgorithmTable:
         least = parse_bytes(size) if size else 0
         if bool(rows) != bool(size) or (rows and least <= rows[-1][0]):
             raise ConfigError(
-                f'{text!r}: write "NAME" or "NAME, NAME from SIZE", sizes growing from left to right'
+                f'{text!r}: write "NAME" or "NAME, NAME from SIZE", sizes growing to the right'
             )
         rows.append((least, name))
     return AlgorithmTable(tuple(rows))
