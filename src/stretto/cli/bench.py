@@ -33,7 +33,7 @@ def bench(what: Literal["step"], *overrides: str, runs: int = 5, json_: bool = F
             "bench step needs at least 2 ranks: start it as "
             "`stretto lab --hosts 4 --rate 400mbit -- stretto bench step`, or under torchrun"
         )
-    config = load(RunConfig, None, [*gpt_25mb(world.size), *overrides]).config
+    config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
     rows = bench_step(config, world, runs=runs, say=_say if world.rank == 0 else lambda _: None)
     if world.rank:
         return 0

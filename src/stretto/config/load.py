@@ -17,6 +17,7 @@ from stretto.config.text import dotted, printable
 from stretto.config.tree import (
     DEFAULT,
     OVERRIDE,
+    RECIPE,
     Table,
     complete,
     layer_table,
@@ -38,11 +39,16 @@ class Loaded(Generic[C]):
 
     config: C
     origin: Mapping[str, str]
-    """``"default"``, the run file's name, ``"override"``, or the note given to `resolve`."""
+    """``"default"``, ``"recipe"``, the run file's name, ``"override"``, or a note to `resolve`."""
 
 
-def load(model: type[C], file: Path | None, overrides: Sequence[str] = ()) -> Loaded[C]:
-    """Read ``file`` (or nothing), lay ``overrides`` over it, check the whole against ``model``.
+def load(
+    model: type[C],
+    file: Path | None,
+    overrides: Sequence[str] = (),
+    recipe: Mapping[str, object] | None = None,
+) -> Loaded[C]:
+    """Lay ``file`` over ``recipe`` and ``overrides`` over both; check the whole against ``model``.
 
     Overrides of a ``kind`` go first, whatever their order: a table whose kind an override
     changes starts anew, without what the file said for the other kind.
@@ -52,7 +58,9 @@ def load(model: type[C], file: Path | None, overrides: Sequence[str] = ()) -> Lo
     """
     source = printable(file.name) if file else "no run file"
     try:
-        table = complete(model, mark_table(read_file(file), source) if file else {})
+        table = complete(model, mark_table(recipe or {}, RECIPE))
+        said = mark_table(read_file(file), source) if file else {}
+        table = complete(model, layer_table(table, said))
         for path, content in sorted(parse_overrides(overrides), key=_kinds_first):
             table = layer_table(table, nest(path, mark(content, OVERRIDE)))
         return _checked(model, table, source)

@@ -10,6 +10,9 @@ from stretto.config.text import dotted
 DEFAULT = "default"
 """The origin of what nobody set."""
 
+RECIPE = "recipe"
+"""The origin of what a ready-made run set."""
+
 OVERRIDE = "override"
 """The origin of what the command line set."""
 

@@ -1,15 +1,12 @@
 """The runs that benchmarks time."""
 
+from stretto.recipes.recipe import Recipe
 
-def gpt_25mb(size: int) -> tuple[str, ...]:
-    """Return the settings of a GPT of about 25 MB, 4 x 64 tokens a rank, plain SGD."""
-    return (
-        "model.kind=gpt",
-        "model.blocks=8",
-        "model.width=256",
-        "model.context=64",
-        f"train.batch={4 * size}",
-        "optim.kind=sgd",
-        "optim.lr=0.01",
-        "optim.momentum=0.0",
-    )
+
+def gpt_25mb(size: int) -> Recipe:
+    """Return a GPT of about 25 MB, 4 x 64 tokens for each of ``size`` ranks, plain SGD."""
+    return {
+        "model": {"kind": "gpt", "blocks": 8, "width": 256, "context": 64},
+        "optim": {"kind": "sgd", "lr": 0.01, "momentum": 0.0},
+        "train": {"batch": 4 * size},
+    }

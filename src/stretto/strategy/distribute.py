@@ -35,6 +35,7 @@ def distribute(
     strategy: str | StrategyConfig = "allreduce",
     *,
     accumulation: int = 1,
+    channel: Channel | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """Make ``model`` one model over all ranks; return it and its optimizer, both ordinary.
 
@@ -47,9 +48,10 @@ def distribute(
         make_optimizer: Called with the parameters once the model is in its final form.
         strategy: How the ranks agree, by one word, or a config that says more.
         accumulation: Backward passes (one forward each) between two optimizer steps.
+        channel: What to talk over; when left out, all ranks of the world.
     """
     config = _config_of(strategy) if isinstance(strategy, str) else strategy
-    how = build_strategy(config, _channel(), weigh_samples=True)
+    how = build_strategy(config, channel or _channel(), weigh_samples=True)
     model, optimizer = how.attach(model, make_optimizer)
     _Moments(how, model, optimizer, accumulation)
     return model, optimizer
@@ -82,7 +84,7 @@ class _Moments:
 
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         if module.training and torch.is_grad_enabled():
-            last = self._micro == self._accumulation - 1
+            last = self._micro >= self._accumulation - 1
             lr = float(self._optimizer.param_groups[0]["lr"])
             self._strategy.begin(self._step, self._micro, last, lr)
             self._micro += 1

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stretto.config import load, to_toml
 from stretto.errors import LaunchError
 from stretto.launch.local import run_here
-from stretto.recipes.demo import DEMO
+from stretto.recipes.demo import demo
 from stretto.report.html import write_report
-from stretto.report.records import RunRecord, ended, load_run, moments
+from stretto.report.records import RunRecord, ended, load_run, moments, started
+from stretto.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ def run_demo(folder: Path, workers: int, say: Callable[[str], None]) -> Comparis
     """Train twice and compare; everything lies in ``folder`` afterwards, the report included."""
     folder.mkdir(parents=True, exist_ok=True)
     run_file = folder / "demo.toml"
-    run_file.write_text(DEMO)
+    run_file.write_text(to_toml(load(RunConfig, None, recipe=demo())))
     for name, count in (("1-worker", 1), (f"{workers}-workers", workers)):
         say(f"training the same model, the same data, with {count} worker{'s' * (count > 1)}")
         settings = [f"run.name={name}", f"run.folder={folder}"]
@@ -69,10 +71,12 @@ def compare(alone: RunRecord, together: RunRecord) -> Comparison:
 
 def verdict(result: Comparison) -> str:
     """Return what was seen, in a sentence."""
+    start = started(result.together)
+    workers = start.workers if start else "several"
     same = "learned the same" if result.learned_the_same else "did NOT learn the same"
     alone, together = result.accuracies
     return (
-        f"1 worker and many workers {same}: their losses never differ by more than "
+        f"1 worker and {workers} workers {same}: their losses never differ by more than "
         f"{result.largest_gap:.1%}, and they end at {alone:.1%} and {together:.1%} accuracy, after "
         f"{result.seconds[0]:.1f} s and {result.seconds[1]:.1f} s."
     )

@@ -54,6 +54,6 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
 def _check_finite(done: StepDone) -> None:
     if not math.isfinite(done.loss):
         raise StrettoError(
-            f"the loss is {done.loss} after step {done.step}, on all ranks alike: lower optim.lr or "
-            "lengthen optim.warmup_steps; the last checkpoint is untouched"
+            f"the loss is {done.loss} after step {done.step}, on all ranks alike: lower "
+            "optim.lr or lengthen optim.warmup_steps; the last checkpoint is untouched"
         )

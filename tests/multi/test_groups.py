@@ -1,0 +1,98 @@
+"""Real processes over Gloo: the store's address, a death, and the next generation."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.cluster.store import hold_store
+from stretto.errors import LaunchError
+
+pytestmark = pytest.mark.multi
+
+RANK = """
+import os, sys, torch
+from stretto.cluster.store import join_store
+from stretto.cluster.world import Meeting, Mesh, World
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.execute import execute
+from stretto.comm.torch_channel import open_channel
+from stretto.errors import ChannelError
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = join_store(World(rank, Mesh((3,)), Meeting("127.0.0.1", port)))
+
+def total(channel, algorithm):
+    mine = torch.full((1000,), float(rank + 1))
+    execute(ALLREDUCE[algorithm](channel.size), mine, channel)
+    return mine.unique().tolist()
+
+channel = open_channel(store, rank=rank, members=[0, 1, 2], generation=0, timeout_s=30)
+print("whole", *(total(channel, name) for name in ALLREDUCE), flush=True)
+if rank == 1:
+    os._exit(9)
+try:
+    for _ in range(50):
+        total(channel, "ring")
+except ChannelError as failure:
+    print("error", failure, flush=True)
+channel.close()
+channel = open_channel(store, rank=rank, members=[0, 2], generation=1, timeout_s=30)
+print("rebuilt", channel.rank, *(total(channel, name) for name in ALLREDUCE), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    held = hold_store()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(held.port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    outputs = [process.communicate(timeout=100) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 9, 0], outputs
+    return [out.splitlines() for out, _ in outputs]
+
+
+def test_every_algorithm_sums_over_processes(said):
+    assert [lines[0] for lines in said] == ["whole [6.0] [6.0]"] * 3
+
+
+def test_survivors_are_told_which_peer_they_lost(said):
+    errors = {rank: said[rank][1] for rank in (0, 2)}
+    assert errors[2].startswith("error rank 2 lost rank 1")
+    # Rank 0 hears of it from its own neighbour in the ring: whoever fell silent first for it.
+    assert errors[0].startswith("error rank 0 lost rank")
+
+
+def test_survivors_meet_again_in_the_next_generation(said):
+    assert said[0][-1] == "rebuilt 0 [4.0] [4.0]"
+    assert said[2][-1] == "rebuilt 1 [4.0] [4.0]"
+
+
+def listening(port: int) -> set[str]:
+    """Return the local addresses, in the kernel's hexadecimal, that listen on ``port``."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            address, at = local.split(":")
+            if int(at, 16) == port and state == "0A":
+                found.add(address)
+    return found
+
+
+def test_a_store_listens_on_the_named_address_alone():
+    held = hold_store("127.0.0.1")
+    assert listening(held.port) == {"0100007F"}
+
+
+def test_an_address_that_is_not_ours_is_refused():
+    with pytest.raises(LaunchError, match=r"cannot listen on 198\.18\.77\.77"):
+        hold_store("198.18.77.77")

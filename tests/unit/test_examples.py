@@ -1,0 +1,90 @@
+"""The examples: close twins, both run; run files that load, and whose parts fit each other."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.config import load
+from stretto.run import RunConfig, check
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PLAIN, DISTRIBUTED = EXAMPLES / "plain_pytorch.py", EXAMPLES / "distributed_pytorch.py"
+RUN_FILES = sorted(EXAMPLES.glob("*.toml"))
+MOST_LINES = 4
+LARGEST_LOSS = 0.1
+
+
+def lines_that_differ(before: list[str], after: list[str]) -> int:
+    """Count added and removed lines; a changed line counts once."""
+    matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
+    return sum(
+        max(old_stop - old_start, new_stop - new_start)
+        for tag, old_start, old_stop, new_start, new_stop in matcher.get_opcodes()
+        if tag != "equal"
+    )
+
+
+def test_the_distributed_twin_differs_in_at_most_4_lines():
+    before, after = (path.read_text().splitlines() for path in (PLAIN, DISTRIBUTED))
+    count = lines_that_differ(before, after)
+    diff = "\n".join(difflib.unified_diff(before, after, lineterm="", n=0))
+    assert count <= MOST_LINES, f"{count} lines differ:\n{diff}"
+    assert count > 0, "the twins are one and the same"
+
+
+@pytest.mark.parametrize(
+    ("after", "count"),
+    [("abc", 0), ("xabc", 1), ("axc", 1), ("axxc", 2), ("ac", 1), ("xabcx", 2), ("", 3)],
+)
+def test_a_changed_line_counts_once_and_so_do_added_and_removed_ones(after, count):
+    assert lines_that_differ(list("abc"), list(after)) == count
+
+
+def test_both_kinds_of_data_have_an_example_run():
+    assert {path.name for path in RUN_FILES} >= {"shapes.toml", "text.toml"}
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
+def test_a_run_file_loads_and_its_model_fits_its_data(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check(load(RunConfig, path).config)
+
+
+@pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
+def test_a_run_file_explains_every_setting_it_makes(path):
+    settings = [line for line in path.read_text().splitlines() if re.match(r"\w+ *=", line)]
+    assert [line for line in settings if "#" not in line] == []
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ([PLAIN], 1),
+        ([DISTRIBUTED], 1),
+        (["-m", "torch.distributed.run", "--nproc-per-node", "2", DISTRIBUTED], 2),
+    ],
+    ids=["plain", "distributed alone", "distributed by torchrun"],
+)
+def test_an_example_learns_the_spirals(command, ranks, tmp_path):
+    search = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    # One thread each: the ranks share a few cores, and waiting threads would spin.
+    settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"^loss (\S+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == ranks
+    assert max(losses) < LARGEST_LOSS

@@ -1,0 +1,105 @@
+"""What each room may touch: imports downwards, one door to the network, one to the environment."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "stretto"
+
+NETWORK = {"comm", "cluster", "checkpoint", "strategy", "measure", "launch"}
+ENVIRONMENT = {"cluster", "launch"}
+UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0]
+
+
+def names_used(text: str) -> Iterator[str]:
+    """Yield every dotted name that a module imports or spells out, as ``os.environ``."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def uses(text: str, *wanted: str) -> list[str]:
+    return sorted(
+        name for name in names_used(text) for word in wanted if f"{name}.".startswith(f"{word}.")
+    )
+
+
+def offenders(allowed: set[str], *wanted: str) -> dict[str, list[str]]:
+    found = {
+        str(path.relative_to(ROOT)): uses(path.read_text(), *wanted)
+        for path in sorted(SOURCE.rglob("*.py"))
+        if room_of(path) not in allowed
+    }
+    return {path: names for path, names in found.items() if names}
+
+
+def test_torch_distributed_is_used_only_where_it_may_be():
+    assert offenders(NETWORK, "torch.distributed") == {}
+
+
+def test_the_environment_is_read_only_in_cluster_and_launch():
+    assert offenders(ENVIRONMENT, "os.environ", "os.getenv", "os.environb", "os.putenv") == {}
+
+
+def test_nothing_is_pickled_or_unpickled():
+    assert offenders(set(), *UNPICKLING, "torch.load", "torch.save") == {}
+
+
+@pytest.mark.parametrize("word", ["DistributedDataParallel", "fully_shard"])
+def test_engines_of_others_are_mentioned_only_in_measure(word):
+    mentions = [
+        str(path.relative_to(ROOT))
+        for path in sorted(SOURCE.rglob("*.py"))
+        if word in path.read_text() and room_of(path) != "measure"
+    ]
+    assert mentions == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch.distributed",
+        "import torch.distributed.rpc as r",
+        "from torch import distributed",
+        "from torch.distributed import rpc",
+        "import torch\nx = torch.distributed.get_rank()",
+    ],
+)
+def test_every_way_to_torch_distributed_is_seen(text):
+    assert uses(text, "torch.distributed")
+
+
+def test_a_name_that_only_begins_alike_is_not_taken_for_it():
+    assert uses("import pickleball\nfrom torch import distributions", "pickle", "torch.dist") == []
+
+
+def test_imports_between_rooms_go_downwards_only():
+    command = Path(sys.executable).with_name("lint-imports")
+    if not command.exists():
+        pytest.fail(f"import-linter is not installed beside {sys.executable}: run `make check`")
+    search = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [command, "--no-cache"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 kept, 0 broken" in done.stdout
