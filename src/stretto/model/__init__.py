@@ -1,5 +1,6 @@
 """Reference models, plain modules that have never heard of ranks."""
 
+import threading
 from typing import Annotated, assert_never
 
 import torch
@@ -16,13 +17,16 @@ AnyModelConfig = CNNConfig | ResNetConfig | GPTConfig | CustomConfig
 ModelConfig = Annotated[AnyModelConfig, Field(discriminator="kind")]
 """The ``[model]`` table of a run file; ``kind`` says which."""
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Ranks may be threads of one process, and weights are drawn from its one generator."""
+
 
 def build_model(config: AnyModelConfig, seed: int) -> nn.Module:
     """Return the model on the CPU; its weights depend on ``config`` and ``seed`` alone.
 
     The global random number generator is left as it was.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: that would reseed the generators of accelerators, too.
         torch.default_generator.manual_seed(seed)
         return _construct(config)

@@ -21,7 +21,7 @@ def evaluate(parts: Parts, done: int) -> EvalDone:
     parts.model.eval()
     mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
     sums = torch.zeros(2, dtype=torch.float64)
-    with parts.recorder.span("evaluate", "compute", step=done - 1):
+    with parts.recorder.span("evaluate", "compute"):
         for start in range(0, len(mine), _BATCH):
             inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
             outputs = forward(parts, inputs)

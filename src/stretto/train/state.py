@@ -23,7 +23,7 @@ def save_state(parts: Parts, next_step: int) -> None:
     parts.strategy.settle()
     if parts.channel.rank or parts.checkpoints is None:
         return
-    with parts.recorder.span("checkpoint", "compute", step=next_step - 1):
+    with parts.recorder.span("checkpoint", "compute"):
         state = capture(parts, next_step)
         saved = save(parts.checkpoints, state, generation=parts.generation)
     parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))

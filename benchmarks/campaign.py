@@ -1,0 +1,22 @@
+"""The long fault campaigns, each with its record; ``make campaign``."""
+
+import sys
+
+from record import record
+
+CAMPAIGNS = {
+    "lab_kills": ["python", "benchmarks/lab_kills.py", "--count", "20", "--seed", "7"],
+    "resume_kills": ["python", "benchmarks/resume_kills.py", "--count", "20", "--seed", "7"],
+}
+
+
+def main() -> int:
+    """Run all; return 1 when one failed."""
+    codes = {name: record(name, command)[0] for name, command in CAMPAIGNS.items()}
+    for name, code in codes.items():
+        print(f"{name}: {'passed' if code == 0 else f'FAILED with {code}'}")
+    return 1 if any(codes.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

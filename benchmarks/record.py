@@ -1,0 +1,81 @@
+"""Run a command and keep its record: what was run, on what, what it said, what came out.
+
+    python benchmarks/record.py step_4x1_400mbit -- stretto lab ... -- stretto bench step --json
+
+Writes ``benchmarks/records/DATE_NAME/``: command.txt, machine.json, log.txt, result.jsonl (the
+lines of standard output that are JSON objects). Progress goes to the screen as it comes.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+RECORDS = Path(__file__).parent / "records"
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    """Record one command; return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("command", nargs="+")
+    args = parser.parse_args()
+    code, _ = record(args.name, args.command)
+    return code
+
+
+def record(name: str, command: list[str]) -> tuple[int, list[dict[str, object]]]:
+    """Run ``command`` from the project's folder, write its record; return code and results."""
+    folder = RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"recording {' '.join(command)}", file=sys.stderr)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    started = machine()
+    done = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": path}
+    )
+    assert done.stdout is not None
+    said = []
+    for line in done.stdout:
+        print(line, end="", flush=True)
+        said.append(line)
+    code = done.wait()
+    results = [json.loads(line) for line in said if line.startswith("{")]
+    (folder / "command.txt").write_text(" ".join(command) + "\n")
+    (folder / "machine.json").write_text(json.dumps(started, indent=2) + "\n")
+    (folder / "log.txt").write_text("".join(said) + f"exit code {code}\n")
+    (folder / "result.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results))
+    return code, results
+
+
+def machine() -> dict[str, object]:
+    """Return what the figures depend on; the load before the start shows who else was at work."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_before": psutil.getloadavg()[0],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "stretto": version("stretto"),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
