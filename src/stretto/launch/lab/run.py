@@ -78,11 +78,15 @@ def _workers(box: Box, command: Sequence[str], *, logs: Path, store_port: int) -
     spec = box.spec
     is_set = "OMP_NUM_THREADS" in os.environ
     threads = None if is_set else threads_per_rank(spec, len(os.sched_getaffinity(0)))
+    # torch warns that namespaces have no name server; whoever sets a level wants to read it.
+    level = "TORCH_CPP_LOG_LEVEL"
+    quiet = {} if level in os.environ else {level: "ERROR"}
     return [
         Worker(
             rank=rank,
             argv=box.command_in(host_of(spec, rank), command),
-            env=rank_environment(spec, box.names, rank, store_port=store_port, threads=threads),
+            env=quiet
+            | dict(rank_environment(spec, box.names, rank, store_port=store_port, threads=threads)),
             log=logs / f"rank-{rank}.log" if rank else None,
             place=f"host {host_of(spec, rank)}",
         )
