@@ -30,19 +30,21 @@ class Piece:
 def cut_buckets(pieces: Sequence[Piece], fusion_bytes: int) -> tuple[int, ...]:
     """Return how many consecutive tensors go into each bucket, in the order given.
 
-    A bucket is closed before a tensor that would push it over ``fusion_bytes``, and where type or
-    device changes; a tensor larger than the threshold travels alone.
+    A bucket is closed before a tensor that would push it over the threshold, and where type or
+    device changes; a tensor larger than the threshold travels alone. The threshold begins at an
+    eighth of ``fusion_bytes`` and doubles with each bucket: the wire has work soon after backward
+    begins, and large messages as soon as it is busy.
     """
     cuts: list[int] = []
-    filled = 0
+    filled, threshold = 0, fusion_bytes / 16
     for index, piece in enumerate(pieces):
-        fits = filled + piece.num_bytes <= fusion_bytes
+        fits = filled + piece.num_bytes <= threshold
         if cuts and fits and piece.kind == pieces[index - 1].kind:
             cuts[-1] += 1
             filled += piece.num_bytes
         else:
             cuts.append(1)
-            filled = piece.num_bytes
+            filled, threshold = piece.num_bytes, min(fusion_bytes, 2 * threshold)
     return tuple(cuts)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from stretto.comm.buckets import Bucket
 from stretto.comm.channel import Channel, Pending
-from stretto.comm.courier import Courier, Ticket
+from stretto.comm.courier import Courier, Doorstep, Ticket
 from stretto.comm.execute import Scratch, start
 from stretto.comm.schedule import Schedule
 from stretto.errors import StrettoError
@@ -17,7 +17,7 @@ from stretto.telemetry.timeline import Recorder, Span
 class Weights(Protocol):
     """What a rank's gradients are multiplied by, and what the sum is divided by."""
 
-    def start(self, courier: Courier, channel: Channel) -> None:
+    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
         """Begin to agree on the divisor, before a step's first bucket leaves."""
         ...
 
@@ -33,7 +33,7 @@ class Weights(Protocol):
 class Summed:
     """Gradients arrive ready to be added: nothing to multiply, divide or agree on."""
 
-    def start(self, courier: Courier, channel: Channel) -> None:
+    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
         """Send nothing."""
 
     def mine(self) -> float:
@@ -61,7 +61,8 @@ class Reducer:
         self._channel = channel
         self._weights = weights
         self._recorder = recorder
-        self._courier = Courier()
+        native = all(schedule.native for schedule in schedules)
+        self._courier: Courier | Doorstep = Doorstep() if native else Courier()
         self._scratch = Scratch()
         self._reset()
 

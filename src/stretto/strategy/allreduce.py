@@ -32,7 +32,7 @@ class AllReduceConfig(Config):
     kind: Literal["allreduce"] = "allreduce"
     algorithm: str = "native"
     """The all-reduce that carries a bucket, by size: "ring", or "native, ring from 8MB"."""
-    fusion: Bytes = 2_000_000
+    fusion: Bytes = 4_000_000
     """Gradients are fused into buckets of at most this size; a larger one travels alone."""
     cuts: tuple[int, ...] | None = None
     """Tensors per bucket in the order of backward; derived from ``fusion`` when not set."""

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.channel import Channel, Pending
-from stretto.comm.courier import Courier, Ticket
+from stretto.comm.courier import Courier, Doorstep, Ticket
 from stretto.comm.execute import start
 
 
@@ -18,7 +18,7 @@ class SampleWeights:
         self._ticket: Ticket | None = None
         model.register_forward_pre_hook(self._look)
 
-    def start(self, courier: Courier, channel: Channel) -> None:
+    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
         """Sum the counts of this step; the buckets follow in the same queue."""
 
         def send() -> Pending:

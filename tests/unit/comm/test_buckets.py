@@ -12,25 +12,37 @@ def pieces(*sizes, kind=FLOAT):
     return [Piece(size, kind) for size in sizes]
 
 
+RAMP = (80, 160, 320, 640)
+"""Whole buckets while the threshold grows from 80 to 640: the cases below begin after them."""
+
+
 @pytest.mark.parametrize(
     ("sizes", "cuts"),
     [
-        ((), ()),
         ((5,), (1,)),
-        ((40, 40, 40), (2, 1)),
-        ((40, 60, 1), (2, 1)),
-        ((500, 1, 1), (1, 2)),
-        ((1, 500, 1), (1, 1, 1)),
-        ((0, 0, 100), (3,)),
+        ((300, 300, 300), (2, 1)),
+        ((300, 340, 1), (2, 1)),
+        ((5000, 1, 1), (1, 2)),
+        ((1, 5000, 1), (1, 1, 1)),
+        ((0, 0, 640), (3,)),
     ],
 )
 def test_tensors_are_fused_up_to_the_threshold_and_large_ones_travel_alone(sizes, cuts):
-    assert cut_buckets(pieces(*sizes), fusion_bytes=100) == cuts
+    assert cut_buckets(pieces(*RAMP, *sizes), fusion_bytes=640) == (1, 1, 1, 1, *cuts)
+
+
+def test_the_first_buckets_are_small_and_each_may_be_twice_the_one_before():
+    cuts = cut_buckets(pieces(*[10] * 200), fusion_bytes=640)
+    assert cuts == (8, 16, 32, 64, 64, 16)
+
+
+def test_no_tensors_make_no_buckets():
+    assert cut_buckets([], fusion_bytes=640) == ()
 
 
 def test_a_bucket_never_mixes_types():
     mixed = [*pieces(1, 1), *pieces(1, 1, kind=(torch.bfloat16, CPU)), *pieces(1)]
-    assert cut_buckets(mixed, fusion_bytes=100) == (2, 2, 1)
+    assert cut_buckets(mixed, fusion_bytes=10_000) == (2, 2, 1)
 
 
 def test_buckets_follow_the_order_of_backward_and_leave_frozen_parameters_out():

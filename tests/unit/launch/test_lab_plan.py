@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConfigError, LabError
-from stretto.launch.lab.environment import rank_environment, threads_per_rank
+from stretto.launch.lab.environment import cores_of, rank_environment, threads_per_rank
 from stretto.launch.lab.locks import forget, locked_ids, new_id, taken_over
 from stretto.launch.lab.plan import (
     HEAD,
@@ -144,7 +144,7 @@ def test_ranks_fill_one_host_after_another(spec):
 
 def test_a_rank_finds_torchrun_s_words_in_its_environment():
     spec = LabSpec(hosts=2, ranks_per_host=4, bits_per_s=400_000_000)
-    assert rank_environment(spec, NAMES, 6, store_port=4711, threads=1) == {
+    assert rank_environment(spec, NAMES, 6, store_port=4711) == {
         "RANK": "6",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "2",
@@ -156,13 +156,26 @@ def test_a_rank_finds_torchrun_s_words_in_its_environment():
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "ste-a1b2c3",
         "STRETTO_LAB_BITS_PER_S": "400000000",
-        "OMP_NUM_THREADS": "1",
     }
 
 
-def test_an_unshaped_lab_names_no_rate_and_a_caller_s_threads_stay():
-    found = rank_environment(LabSpec(hosts=1), NAMES, 0, store_port=1, threads=None)
-    assert not {"STRETTO_LAB_BITS_PER_S", "OMP_NUM_THREADS"} & set(found)
+def test_an_unshaped_lab_names_no_rate():
+    found = rank_environment(LabSpec(hosts=1), NAMES, 0, store_port=1)
+    assert "STRETTO_LAB_BITS_PER_S" not in found
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [
+        ([0, 1], [[0], [1], [0], [1]]),
+        ([3], [[3], [3], [3], [3]]),
+        ([0, 1, 2, 3], [[0], [1], [2], [3]]),
+        ([*range(9)], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    ],
+)
+def test_every_rank_keeps_to_cores_of_its_own_where_there_are_enough(cores, shares):
+    spec = LabSpec(hosts=2, ranks_per_host=2)
+    assert [list(cores_of(spec, rank, cores)) for rank in range(4)] == shares
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(2, 1), (16, 4), (17, 4)])
@@ -172,7 +185,9 @@ def test_cores_are_shared_evenly_and_nobody_goes_without(cores, threads):
 
 def test_missing_tools_are_named_with_the_packages_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LabError, match=r"ip, tc, setpriv, nft.*apt-get install iproute2 nftables"):
+    with pytest.raises(
+        LabError, match=r"ip, tc, setpriv, taskset, nft.*apt-get install iproute2 nftables"
+    ):
         require_tools(LabSpec(hosts=1, loss=0.1))
 
 

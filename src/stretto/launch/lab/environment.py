@@ -1,14 +1,14 @@
 """What each rank of a lab finds in its environment: torchrun's words, and the lab's own few."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from stretto.launch.lab.plan import HEAD, LabNames, LabSpec, address, host_of
 
 
 def rank_environment(
-    spec: LabSpec, names: LabNames, rank: int, *, store_port: int, threads: int | None
+    spec: LabSpec, names: LabNames, rank: int, *, store_port: int
 ) -> Mapping[str, str]:
-    """Return the variables of one rank; ``threads`` None leaves the number of threads alone."""
+    """Return the variables that tell a rank who it is and where the others are."""
     words: dict[str, object] = {
         "RANK": rank,
         "WORLD_SIZE": spec.ranks,
@@ -24,9 +24,17 @@ def rank_environment(
     }
     if spec.bits_per_s is not None:
         words["STRETTO_LAB_BITS_PER_S"] = spec.bits_per_s
-    if threads is not None:
-        words["OMP_NUM_THREADS"] = threads
     return {name: str(value) for name, value in words.items()}
+
+
+def cores_of(spec: LabSpec, rank: int, cores: Sequence[int]) -> Sequence[int]:
+    """Return the cores a rank keeps to, so that no host computes on another host's.
+
+    Left to the kernel, three of four ranks may share one of two cores for a while: one host
+    would seem slow that is not.
+    """
+    share = len(cores) // spec.ranks
+    return cores[rank * share : (rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
 def threads_per_rank(spec: LabSpec, cores: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stretto.errors import ConfigError
 from stretto.launch.lab.box import Box, HostBytes, open_box
-from stretto.launch.lab.environment import rank_environment, threads_per_rank
+from stretto.launch.lab.environment import cores_of, rank_environment, threads_per_rank
 from stretto.launch.lab.head import StoreCommand, serving, store_command
 from stretto.launch.lab.plan import LabSpec, host_of
 from stretto.launch.processes import Worker, listening, run_workers
@@ -76,22 +76,29 @@ def _require_command(command: Sequence[str]) -> None:
 
 def _workers(box: Box, command: Sequence[str], *, logs: Path, store_port: int) -> list[Worker]:
     spec = box.spec
-    is_set = "OMP_NUM_THREADS" in os.environ
-    threads = None if is_set else threads_per_rank(spec, len(os.sched_getaffinity(0)))
-    # torch warns that namespaces have no name server; whoever sets a level wants to read it.
-    level = "TORCH_CPP_LOG_LEVEL"
-    quiet = {} if level in os.environ else {level: "ERROR"}
+    cores = sorted(os.sched_getaffinity(0))
+    defaults = {
+        "OMP_NUM_THREADS": str(threads_per_rank(spec, len(cores))),
+        # torch warns that namespaces have no name server.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return [
         Worker(
             rank=rank,
-            argv=box.command_in(host_of(spec, rank), command),
-            env=quiet
-            | dict(rank_environment(spec, box.names, rank, store_port=store_port, threads=threads)),
+            argv=box.command_in(
+                host_of(spec, rank), [*_pinned(cores_of(spec, rank, cores)), *command]
+            ),
+            env={**unset, **rank_environment(spec, box.names, rank, store_port=store_port)},
             log=logs / f"rank-{rank}.log" if rank else None,
             place=f"host {host_of(spec, rank)}",
         )
         for rank in range(spec.ranks)
     ]
+
+
+def _pinned(cores: Sequence[int]) -> list[str]:
+    return ["taskset", "--cpu-list", ",".join(map(str, cores))]
 
 
 def _describe(spec: LabSpec) -> str:

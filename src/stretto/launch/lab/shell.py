@@ -11,14 +11,20 @@ from stretto.errors import LabError
 from stretto.launch.lab.plan import LabSpec
 from stretto.launch.processes import guarded
 
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nft": "nftables", "setpriv": "util-linux"}
+_PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "nft": "nftables",
+    "setpriv": "util-linux",
+    "taskset": "util-linux",
+}
 
 
 def require_tools(spec: LabSpec) -> None:
     """Raise a `LabError` that tells what is missing here, and what to do, unless nothing is."""
     if not sys.platform.startswith("linux"):
         raise LabError(f"a lab needs Linux's network namespaces, and this is {sys.platform}")
-    needed = ["ip", "tc", "setpriv", *(["nft"] if spec.loss else [])]
+    needed = ["ip", "tc", "setpriv", "taskset", *(["nft"] if spec.loss else [])]
     missing = [tool for tool in needed if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({_PACKAGES[tool] for tool in missing}))
