@@ -24,7 +24,7 @@ RAMP = (80, 160, 320, 640)
         ((300, 340, 1), (2, 1)),
         ((5000, 1, 1), (1, 2)),
         ((1, 5000, 1), (1, 1, 1)),
-        ((0, 0, 640), (3,)),
+        ((1, 0, 639), (3,)),
     ],
 )
 def test_tensors_are_fused_up_to_the_threshold_and_large_ones_travel_alone(sizes, cuts):
