@@ -47,7 +47,8 @@ def distribute(
         model: Ends with the weights of rank 0 on every rank; the same object is returned.
         make_optimizer: Called with the parameters once the model is in its final form.
         strategy: How the ranks agree, by one word, or a config that says more.
-        accumulation: Backward passes (one forward each) between two optimizer steps.
+        accumulation: Backward passes (one forward each, of equally many samples, each loss divided
+            by their number) between two optimizer steps.
         channel: What to talk over; when left out, all ranks of the world.
     """
     config = _config_of(strategy) if isinstance(strategy, str) else strategy

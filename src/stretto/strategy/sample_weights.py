@@ -33,8 +33,8 @@ class SampleWeights:
 
     def total(self) -> float:
         """Return the samples of all ranks; the next forward counts anew."""
-        assert self._ticket is not None
-        self._ticket.wait()
+        if self._ticket is not None:  # None where the model has nothing to train
+            self._ticket.wait()
         self._seen = 0
         return max(1.0, float(self._count))
 

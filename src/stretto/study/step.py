@@ -56,11 +56,9 @@ def _rows(
 ) -> list[Row]:
     medians = {name: statistics.median(values) for name, values in times.items()}
     tuned = min((name for name in times if name.startswith("ddp")), key=medians.__getitem__)
-    peers = {
-        f"{tuned} (tuned)": medians[tuned],
-        "ddp 25 MB (default)": medians["ddp 25 MB"],
-        "no communication": medians["no communication"],
-    }
+    others = [name for name in times if name != config.strategy.kind]
+    tuned_first = sorted(others, key=lambda name: name != tuned)
+    peers = {name + " (tuned)" * (name == tuned): medians[name] for name in tuned_first}
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     ours = times[config.strategy.kind]
     shape = f"{world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
