@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -57,13 +58,39 @@ class RunConfig(Config):
         return Path(self.run.folder) / self.run.name
 
 
-def resolve_run(loaded: Loaded[RunConfig], world: World) -> Loaded[RunConfig]:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Data and model of a run, built and tried on each other."""
+
+    source: Source
+    test_source: Source
+    model: nn.Module
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Build data and model and try them on each other: mistakes show before anything starts.
+
+    Raises:
+        ConfigError: The batch is larger than the data, or the model cannot take its samples.
+    """
+    source = open_source(config.data, train=True)
+    if config.train.batch > source.num_samples:
+        raise ConfigError(
+            f"train.batch = {config.train.batch}: the data has only {source.num_samples} training "
+            "samples; lower the batch or take more data"
+        )
+    model = build_model(config.model, config.run.seed)
+    _check_fit(config, model, source)
+    bucket_cuts(config.strategy, model)
+    return Prepared(source, open_source(config.data, train=False), model)
+
+
+def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Loaded[RunConfig]:
     """Return the config with what the run derives written out: threads, bucket cuts.
 
     Fed back as a run file it gives the same run, bit for bit, on any launcher.
     """
     config = loaded.config
-    _, model = check(config)
     derived: dict[str, object] = {}
     if config.run.threads is None:
         derived["run.threads"] = world.threads
@@ -80,18 +107,18 @@ def digest(config: RunConfig) -> str:
 
 def assemble(
     loaded: Loaded[RunConfig],
+    prepared: Prepared,
     world: World,
     channel: Channel,
     report: Callable[[Event], None],
     generation: int = 0,
 ) -> Parts:
-    """Build everything the loop needs; all ranks call this together."""
+    """Put together everything the loop needs; all ranks call this together."""
     config = loaded.config
-    source, model = check(config)
     recorder = Recorder(world.rank)
     strategy = build_strategy(config.strategy, channel, recorder)
-    model, optimizer = strategy.attach(model, make_optimizer(config.optim))
-    total_steps = count_steps(config.train, source.num_samples)
+    model, optimizer = strategy.attach(prepared.model, make_optimizer(config.optim))
+    total_steps = count_steps(config.train, prepared.source.num_samples)
     return Parts(
         config=config.train,
         seed=config.run.seed,
@@ -100,8 +127,8 @@ def assemble(
         model=model,
         optimizer=optimizer,
         strategy=strategy,
-        source=source,
-        test_source=open_source(config.data, train=False),
+        source=prepared.source,
+        test_source=prepared.test_source,
         rate_at=lambda step: rate_at(config.optim, step, total_steps),
         report=report,
         recorder=recorder,
@@ -109,24 +136,6 @@ def assemble(
         generation=generation,
         facts={"config": to_toml(loaded), "digest": digest(config)},
     )
-
-
-def check(config: RunConfig) -> tuple[Source, nn.Module]:
-    """Build data and model and try them on each other: mistakes show before anything starts.
-
-    Raises:
-        ConfigError: The batch is larger than the data, or the model cannot take its samples.
-    """
-    source = open_source(config.data, train=True)
-    if config.train.batch > source.num_samples:
-        raise ConfigError(
-            f"train.batch = {config.train.batch}: the data has only {source.num_samples} training "
-            "samples; lower the batch or take more data"
-        )
-    model = build_model(config.model, config.run.seed)
-    _check_fit(config, model, source)
-    bucket_cuts(config.strategy, model)
-    return source, model
 
 
 def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:

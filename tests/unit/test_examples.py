@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.config import load
-from stretto.run import RunConfig, check
+from stretto.run import RunConfig, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -53,7 +53,7 @@ def test_both_kinds_of_data_have_an_example_run():
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
 def test_a_run_file_loads_and_its_model_fits_its_data(path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    check(load(RunConfig, path).config)
+    prepare(load(RunConfig, path).config)
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)

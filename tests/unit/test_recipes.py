@@ -5,7 +5,7 @@ import pytest
 from stretto.config import load, to_toml
 from stretto.recipes.benchmarks import gpt_25mb
 from stretto.recipes.demo import demo
-from stretto.run import RunConfig, check
+from stretto.run import RunConfig, prepare
 
 RECIPES = {"demo": demo(), "gpt_25mb": gpt_25mb(4)}
 
@@ -19,7 +19,7 @@ def test_a_recipe_is_a_valid_run_that_its_own_text_gives_back(name, tmp_path):
 
 
 def test_the_demo_can_learn_its_data():
-    check(load(RunConfig, None, recipe=demo()).config)
+    prepare(load(RunConfig, None, recipe=demo()).config)
 
 
 def test_files_and_overrides_are_laid_over_a_recipe(tmp_path):

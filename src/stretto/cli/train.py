@@ -8,7 +8,7 @@ from stretto.config import load
 from stretto.errors import ConfigError
 from stretto.launch.local import run_here
 from stretto.launch.worker import run_worker
-from stretto.run import RunConfig, check
+from stretto.run import RunConfig, prepare
 
 
 def train(run: Path, /, *overrides: str, workers: int | None = None, resume: bool = False) -> int:
@@ -42,7 +42,7 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
             f"--workers {workers}: this process is rank {world.rank} of {world.size} already "
             f"(started by {world.launcher}); leave --workers out to join"
         )
-    check(loaded.config)
+    prepare(loaded.config)
     arguments = ["train", str(run), *overrides, *(["--resume"] if resume else [])]
     logs = loaded.config.run_dir / "logs"
     outcome = run_here(arguments, workers, logs=logs, say=_say)

@@ -15,7 +15,7 @@ from stretto.comm.connect import connect
 from stretto.comm.spread import spread_text
 from stretto.config import Loaded, to_toml
 from stretto.errors import ConfigError, StrettoError
-from stretto.run import RunConfig, assemble, digest, resolve_run
+from stretto.run import RunConfig, assemble, digest, prepare, resolve_run
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink
 from stretto.telemetry.sinks import JsonLines, fan_out
@@ -30,17 +30,17 @@ def run_worker(
 ) -> RunEnded:
     """Train as one rank of ``world``; every rank calls this with the same run."""
     stream = stream or sys.stderr
-    loaded = resolve_run(loaded, world)
+    torch.set_num_threads(loaded.config.run.threads or world.threads)
+    prepared = prepare(loaded.config)
+    loaded = resolve_run(loaded, world, prepared.model)
     config = loaded.config
-    assert config.run.threads is not None
-    torch.set_num_threads(config.run.threads)
     with ExitStack() as stack:
         channel = connect(world, config.run.timeout_s)
         stack.callback(channel.close)
         _check_same_config(config, channel)
         generation = _enter_run(loaded, channel, resume)
         report = _open_sinks(stack, config.run_dir, channel.rank, resume, stream)
-        parts = assemble(loaded, world, channel, report, generation)
+        parts = assemble(loaded, prepared, world, channel, report, generation)
         stack.callback(parts.strategy.close)
         if config.run.trace:
             stack.callback(_write_trace, config.run_dir, parts)

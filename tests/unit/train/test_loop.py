@@ -9,7 +9,7 @@ from stretto.cluster.world import Mesh, World
 from stretto.comm.local import run_local
 from stretto.config import load
 from stretto.errors import CheckpointError, StrettoError
-from stretto.run import RunConfig, assemble
+from stretto.run import RunConfig, assemble, prepare
 from stretto.telemetry.events import CheckpointSaved, EvalDone, RunEnded, StepDone
 from stretto.train.evaluate import evaluate
 from stretto.train.loop import train
@@ -31,7 +31,7 @@ def on_rank(channel, folder, *settings, resume=False, events=None):
     loaded = load(RunConfig, None, [*SETTINGS, f"run.folder={folder}", *settings])
     report = (lambda event: None) if events is None or channel.rank else events.append
     world = World(channel.rank, Mesh((channel.size,)))
-    parts = assemble(loaded, world, channel, report)
+    parts = assemble(loaded, prepare(loaded.config), world, channel, report)
     first = resume_state(parts, log=lambda line: None) if resume else 0
     train(parts, first)
     parts.strategy.close()
@@ -61,7 +61,7 @@ def test_evaluation_does_not_depend_on_how_many_share_it(size, tmp_path):
     def evaluated(channel):
         loaded = load(RunConfig, None, [*SETTINGS, f"run.folder={tmp_path}"])
         world = World(channel.rank, Mesh((channel.size,)))
-        parts = assemble(loaded, world, channel, lambda event: None)
+        parts = assemble(loaded, prepare(loaded.config), world, channel, lambda event: None)
         result = evaluate(parts, done=1)
         parts.strategy.close()
         return result
