@@ -7,15 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.strategy.distribute import distribute, share_batches, world
+    from stretto.strategy.distribute import distribute, settle, share_batches, world
 
 _HOMES = {
     "distribute": "stretto.strategy.distribute",
+    "settle": "stretto.strategy.distribute",
     "share_batches": "stretto.strategy.distribute",
     "world": "stretto.strategy.distribute",
 }
 
-__all__ = ["distribute", "share_batches", "world"]
+__all__ = ["distribute", "settle", "share_batches", "world"]
 
 
 def __getattr__(name: str) -> object:

@@ -12,9 +12,9 @@ from torch import nn
 
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
-from stretto.config import Config, Loaded, resolve, to_toml
+from stretto.config import Config, Loaded, resolve
 from stretto.data import DataConfig, ShapesConfig, Source, open_source
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
 from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy
@@ -31,7 +31,7 @@ class RunSection(Config):
     """Letters, digits, dot, dash and underscore."""
     folder: str = "runs"
     """The run keeps everything it writes in ``folder/name``."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=2**63 - 1)
     """Weights, order of samples and dropout follow from it."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads per rank; this rank's share of the cores when not set. Part of the numbers:
@@ -105,6 +105,19 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def fixed_settings(loaded: Loaded[RunConfig]) -> dict[str, object]:
+    """Return what makes a run this run, by dotted key: model, data, optimizer, seed and batch.
+
+    Its length, its rate, how it is told and stored may change when it is resumed.
+    """
+    whole = loaded.config.model_dump(mode="json")
+    free = {"data.path", "optim.lr", "optim.warmup_steps", "optim.decay"}
+    fixed = {"run.seed": whole["run"]["seed"], "train.batch": whole["train"]["batch"]}
+    for table in ("model", "data", "optim"):
+        fixed |= {f"{table}.{key}": value for key, value in whole[table].items()}
+    return {key: value for key, value in fixed.items() if key not in free}
+
+
 def assemble(
     loaded: Loaded[RunConfig],
     prepared: Prepared,
@@ -134,7 +147,7 @@ def assemble(
         recorder=recorder,
         checkpoints=config.run_dir / "checkpoints",
         generation=generation,
-        facts={"config": to_toml(loaded), "digest": digest(config)},
+        fixed=fixed_settings(loaded),
     )
 
 
@@ -142,10 +155,14 @@ def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
     inputs, targets = source.batch(np.arange(min(source.num_samples, 64)))
     model.eval()
     try:
-        with torch.no_grad():
+        # Seeded: a model may draw weights when it first sees data.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(config.run.seed)
             per_sample_loss(model(inputs), targets)
-    except (RuntimeError, IndexError, ValueError, TypeError) as wrong:
-        reason = str(wrong).splitlines()[0]
+    except StrettoError:
+        raise
+    except Exception as wrong:
+        reason = f"{type(wrong).__name__}: {wrong}".splitlines()[0]
         raise ConfigError(
             f"model.kind = {config.model.kind!r} cannot learn data.kind = {config.data.kind!r}: "
             f"a trial on {len(inputs)} samples of shape {list(inputs.shape[1:])} failed: {reason}"

@@ -77,14 +77,19 @@ def built(make) -> nn.Module:
         return copy.deepcopy(_initial(make))
 
 
-def run_rank(channel, *, make, algorithm, batch, num_samples, accumulation, wire="own"):
+def run_rank(
+    channel, *, make, algorithm, batch, num_samples, accumulation, wire="own", clip_norm=None
+):
     """Train as the loop does, and return the parameters by name."""
     strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=200, wire=wire), channel)
+    strategy.reads_gradients = clip_norm is not None
     model, optimizer = strategy.attach(
         built(make), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)
     )
     parts = Parts(
-        config=TrainConfig(batch=batch, steps=STEPS, accumulation=accumulation),
+        config=TrainConfig(
+            batch=batch, steps=STEPS, accumulation=accumulation, clip_norm=clip_norm
+        ),
         seed=3,
         world=World(channel.rank, Mesh((channel.size,))),
         channel=channel,
@@ -100,14 +105,14 @@ def run_rank(channel, *, make, algorithm, batch, num_samples, accumulation, wire
     with Prefetch(parts.source, shares(parts, 0)) as batches:
         for step, loaded in enumerate(batches):
             accumulate(parts, step, loaded, parts.rate_at(step))
-            strategy.after_backward()
-            update(parts, step, parts.rate_at(step))
+            agreed = strategy.after_backward()
+            update(parts, step, parts.rate_at(step), agreed)
             strategy.after_update()
     strategy.close()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def on_one_rank(*, make, batch, num_samples):
+def on_one_rank(*, make, batch, num_samples, clip_norm=None):
     """Plain PyTorch: whole batches, no strategy, no library of ours but the order of samples."""
     model, source = built(make), Points(num_samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -125,6 +130,8 @@ def on_one_rank(*, make, batch, num_samples):
         inputs, targets = source.batch(share.samples)
         optimizer.zero_grad()
         per_sample_loss(model(inputs), targets).mean().backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -162,6 +169,15 @@ def test_ranks_without_samples_change_nothing(algorithm):
         5, lambda channel: run_rank(channel, algorithm=algorithm, accumulation=2, **case)
     )
     assert_equal_models(models[3], on_one_rank(**case))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_clipping_is_by_the_norm_of_the_global_gradient(size):
+    case = {"make": plain, "batch": 12, "num_samples": 45, "clip_norm": 0.05}
+    models = run_local(
+        size, lambda channel: run_rank(channel, algorithm="ring", accumulation=1, **case)
+    )
+    assert_equal_models(models[0], on_one_rank(**case))
 
 
 def test_a_parameter_nobody_used_keeps_no_gradient_and_is_not_decayed():

@@ -28,6 +28,8 @@ def bench(what: Literal["step"], *overrides: str, runs: int = 5, json_: bool = F
         One object a line on standard output.
     """
     world = detect()
+    if runs < 1:
+        raise ConfigError(f"--runs {runs}: expected at least 1")
     if world.size < 2:
         raise ConfigError(
             "bench step needs at least 2 ranks: start it as "

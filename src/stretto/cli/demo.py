@@ -1,9 +1,9 @@
 """``stretto demo``: the main job on the embedded default."""
 
-import shutil
 import sys
 from pathlib import Path
 
+from stretto.errors import ConfigError
 from stretto.study.demo import run_demo, verdict
 
 
@@ -13,12 +13,12 @@ def demo(folder: Path = Path("runs/demo"), *, workers: int = 4) -> int:
     Parameters
     ----------
     folder
-        Where runs and report go; what an earlier demo left there is replaced.
+        Where runs and report go; the runs of an earlier demo there are replaced.
     workers
         Workers of the second run.
     """
-    if (folder / "demo.toml").exists():
-        shutil.rmtree(folder)
+    if workers < 2:
+        raise ConfigError(f"--workers {workers}: expected at least 2, to compare with 1")
     result = run_demo(folder, workers, _say)
     print(verdict(result))
     print(f"report: {folder / 'report.html'}")

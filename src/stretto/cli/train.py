@@ -7,7 +7,7 @@ from stretto.cluster.detect import detect
 from stretto.config import load
 from stretto.errors import ConfigError
 from stretto.launch.local import run_here
-from stretto.launch.worker import run_worker
+from stretto.launch.worker import refuse_taken, run_worker
 from stretto.run import RunConfig, prepare
 
 
@@ -42,6 +42,7 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
             f"--workers {workers}: this process is rank {world.rank} of {world.size} already "
             f"(started by {world.launcher}); leave --workers out to join"
         )
+    refuse_taken(loaded.config.run_dir, resume)
     prepare(loaded.config)
     arguments = ["train", str(run), *overrides, *(["--resume"] if resume else [])]
     logs = loaded.config.run_dir / "logs"

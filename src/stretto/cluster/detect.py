@@ -25,14 +25,13 @@ def detect(environ: Mapping[str, str] | None = None) -> World:
             f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={local_size}: "
             "every host must start the same number of ranks"
         )
-    lab_rate = environ.get("STRETTO_LAB_BITS_PER_S")
     return World(
         rank,
         Mesh((local_size,) * (size // local_size)),
         meeting=_meeting(environ),
         interface=environ.get("STRETTO_INTERFACE") or environ.get("GLOO_SOCKET_IFNAME"),
         threads=fair_threads(local_size, environ),
-        link_bits_per_s=int(lab_rate) if lab_rate else None,
+        link_bits_per_s=_number(environ, "STRETTO_LAB_BITS_PER_S", 0) or None,
         generation=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         launcher=environ.get("STRETTO_LAUNCHER", "torchrun"),
     )

@@ -86,7 +86,7 @@ class Bucket:
     @torch.no_grad()
     def pack(self, weight: float = 1.0) -> None:
         """Lay ``weight`` times this rank's gradients side by side; absent ones count as zero."""
-        grads = [p.grad for p in self.parameters]
+        grads = [_dense(p.grad) for p in self.parameters]
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
         self._marks.fill_(1)
         for i in self._missing:
@@ -115,3 +115,8 @@ class Bucket:
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = flat[: sum(self._sizes)].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    """Sparse gradients (of embeddings) travel as dense ones: ranks touch different rows."""
+    return grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad

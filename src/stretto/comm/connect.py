@@ -1,5 +1,8 @@
 """From a `World` to a `Channel` that reaches all of it."""
 
+from torch._C._distributed_c10d import PrefixStore
+
+from stretto.cluster.interface import interface_towards
 from stretto.cluster.store import join_store
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
@@ -7,15 +10,18 @@ from stretto.comm.local import local_channels
 from stretto.comm.torch_channel import open_channel
 
 
-def connect(world: World, timeout_s: float = 300.0) -> Channel:
-    """Return this rank's channel to all others; a world of one needs no network."""
+def connect(world: World, timeout_s: float = 300.0, *, name: str = "train") -> Channel:
+    """Return this rank's channel to all others; a world of one needs no network.
+
+    Channels of different names are different groups: their messages never meet.
+    """
     if world.meeting is None:
         return local_channels(1)[0]
     return open_channel(
-        join_store(world, timeout_s),
+        PrefixStore(name, join_store(world, timeout_s)),
         rank=world.rank,
         members=range(world.size),
         generation=world.generation,
-        interface=world.interface,
+        interface=world.interface or interface_towards(world.meeting.host),
         timeout_s=timeout_s,
     )

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from stretto.comm.channel import Pending
+from stretto.errors import StrettoError
 
 
 class Ticket:
@@ -67,14 +68,17 @@ class Courier:
 
     def submit(self, job: Callable[[], Pending]) -> Ticket:
         """Queue ``job``, which starts one message; it runs on the courier's thread."""
+        if not self._thread.is_alive():
+            raise StrettoError("a message was given to a courier that had been closed")
         ticket = Ticket()
         self._jobs.put((ticket, job))
         return ticket
 
     def close(self) -> None:
         """End the thread after what is queued; safe to call twice."""
-        self._jobs.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -17,6 +17,10 @@ from stretto.telemetry.timeline import Recorder, Span
 class Weights(Protocol):
     """What a rank's gradients are multiplied by, and what the sum is divided by."""
 
+    def begin(self) -> None:
+        """Note that a micro-batch begins."""
+        ...
+
     def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
         """Begin to agree on the divisor, before a step's first bucket leaves."""
         ...
@@ -29,9 +33,16 @@ class Weights(Protocol):
         """The divisor; waits for it if need be."""
         ...
 
+    def reset(self) -> None:
+        """Forget the step, all of whose buckets have been packed and unpacked."""
+        ...
+
 
 class Summed:
     """Gradients arrive ready to be added: nothing to multiply, divide or agree on."""
+
+    def begin(self) -> None:
+        """Note nothing."""
 
     def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
         """Send nothing."""
@@ -43,6 +54,9 @@ class Summed:
     def total(self) -> float:
         """Return one."""
         return 1.0
+
+    def reset(self) -> None:
+        """Forget nothing."""
 
 
 class Reducer:
@@ -70,10 +84,7 @@ class Reducer:
         """Note one more gradient of bucket ``index``; called from backward's hooks."""
         self._missing[index] -= 1
         if self._missing[index] < 0:
-            raise StrettoError(
-                "backward ran again after its gradients had left for the other ranks: say how many "
-                "backward passes make one step (accumulation=...), then step the optimizer"
-            )
+            raise StrettoError(f"a gradient of bucket {index} came after the bucket had left")
         self._start(lambda: self._missing[len(self._tickets)] <= 0)
 
     def finish(self, step: int) -> None:
@@ -87,6 +98,7 @@ class Reducer:
                 pending = ticket.wait()
                 bucket.unpack(total)
                 self._note(step, index, pending)
+        self._weights.reset()
         self._reset()
 
     def close(self) -> None:

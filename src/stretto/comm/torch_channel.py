@@ -68,7 +68,7 @@ class TorchChannel:
             raise ChannelError(self._describe(-1, failure)) from failure
 
     def close(self) -> None:
-        """Leave the group; peers that still wait for us fail at once instead of timing out."""
+        """Leave the group; a peer that still waits for us waits until its time-out."""
         self._group.shutdown()
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:

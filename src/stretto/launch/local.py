@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stretto.cluster.detect import fair_threads
 from stretto.cluster.store import hold_store
+from stretto.errors import ConfigError
 from stretto.launch.processes import Outcome, Worker, run_workers
 
 
@@ -17,7 +18,10 @@ def run_here(
     Rank 0 keeps our terminal; the others write to ``logs/rank-N.log``.
     """
     held = hold_store("127.0.0.1")
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ConfigError(f"folder {logs} cannot be made: {failure.strerror}") from failure
     argv = [sys.executable, "-m", "stretto", *arguments]
     crew = [
         Worker(rank, argv, _environment(rank, workers, held.port), _log(logs, rank))

@@ -27,8 +27,12 @@ from stretto.train.state import resume_state
 
 def run_worker(
     loaded: Loaded[RunConfig], world: World, *, resume: bool = False, stream: TextIO | None = None
-) -> RunEnded:
-    """Train as one rank of ``world``; every rank calls this with the same run."""
+) -> RunEnded | None:
+    """Train as one rank of ``world``; every rank calls this with the same run.
+
+    Returns:
+        How it ended; None when the resumed run had nothing left to do.
+    """
     stream = stream or sys.stderr
     torch.set_num_threads(loaded.config.run.threads or world.threads)
     prepared = prepare(loaded.config)
@@ -47,6 +51,12 @@ def run_worker(
         first_step = 0
         if resume:
             first_step = resume_state(parts, log=lambda line: stream.writelines([line, "\n"]))
+        if first_step >= parts.total_steps:
+            stream.write(
+                f"{config.run.name} is at step {first_step} of {parts.total_steps} already: raise "
+                "train.steps or train.epochs to train on\n"
+            )
+            return None
         report(_started(config, parts, first_step))
         return train(parts, first_step)
 
@@ -57,25 +67,30 @@ def _enter_run(loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int
     answer = ""
     if channel.rank == 0:
         try:
-            answer = str(_take_folder(run_dir, resume))
+            refuse_taken(run_dir, resume)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            answer = str(next_generation(run_dir))
             (run_dir / "resolved.toml").write_text(to_toml(loaded))
-        except (StrettoError, OSError) as wrong:
-            answer = f"run folder {run_dir}: {wrong}"
+        except StrettoError as wrong:
+            answer = str(wrong)
+        except OSError as wrong:
+            answer = f"run folder {run_dir} cannot be written: {wrong.strerror}"
     answer = spread_text(answer, channel)
     if not answer.isdigit():
         raise ConfigError(answer)
     return int(answer)
 
 
-def _take_folder(run_dir: Path, resume: bool) -> int:
+def refuse_taken(run_dir: Path, resume: bool) -> None:
+    """Raise `ConfigError` where a run would be overwritten, or its folder cannot be one."""
+    if any(path.exists() and not path.is_dir() for path in (run_dir, *run_dir.parents)):
+        raise ConfigError(f"run folder {run_dir}: a part of this path is a file, not a folder")
     kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
     if kept and not resume:
         raise ConfigError(
-            f"it holds a run already (newest checkpoint {kept[-1]}); go on with --resume, or give "
-            "this one another name: run.name=..."
+            f"run folder {run_dir} holds a run already (newest checkpoint {kept[-1]}); go on with "
+            "--resume, or give this one another name: run.name=..."
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    return next_generation(run_dir)
 
 
 def _check_same_config(config: RunConfig, channel: Channel) -> None:

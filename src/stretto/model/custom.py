@@ -27,11 +27,18 @@ def build_custom(config: CustomConfig) -> nn.Module:
     function = _find(config.target)
     try:
         inspect.signature(function).bind(**config.options)
+    except ValueError:
+        pass  # no signature to compare with: the call will tell
     except TypeError as mismatch:
         raise ConfigError(
             f"model.options do not fit model.target = {config.target!r}: {mismatch}"
         ) from None
-    model = function(**config.options)
+    try:
+        model = function(**config.options)
+    except Exception as failure:
+        raise ConfigError(
+            f"model.target = {config.target!r} failed: {type(failure).__name__}: {failure}"
+        ) from failure
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.target = {config.target!r} returned {type(model).__name__}; "
@@ -42,7 +49,7 @@ def build_custom(config: CustomConfig) -> nn.Module:
 
 def _find(target: str) -> Callable[..., object]:
     module_name, colon, attribute = target.partition(":")
-    if not (module_name and colon and attribute):
+    if not (module_name and colon and attribute) or module_name.startswith("."):
         raise ConfigError(
             f'model.target = {target!r} names no function; write "package.module:function"'
         )

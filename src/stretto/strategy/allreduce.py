@@ -12,14 +12,15 @@ import torch
 from pydantic import field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stretto.comm.algorithms.table import parse_table
 from stretto.comm.buckets import WIRE, Bucket, Piece, cut_buckets, order_of_backward
 from stretto.comm.channel import Channel
-from stretto.comm.reducer import Reducer, Summed
+from stretto.comm.reducer import Reducer, Summed, Weights
 from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.config import Config
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.sample_weights import SampleWeights
 from stretto.telemetry.timeline import Recorder
@@ -80,7 +81,11 @@ class AllReduce:
         self._recorder = recorder or Recorder(channel.rank)
         self._weigh_samples = weigh_samples
         self._buckets: list[Bucket] = []
-        self._buffers: list[Tensor] = []
+        self._statistics: list[Tensor] = []
+        self._counters: list[Tensor] = []
+        self._frozen: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []
+        self._weights: Weights = Summed()
         self._reducer: Reducer | None = None
         self._step = 0
         self._counts = True
@@ -89,8 +94,13 @@ class AllReduce:
         self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, Optimizer]:
         """Give every rank the weights of rank 0, lay out buckets, hook backward."""
+        _refuse_complex(model)
         spread_from_rank_0_([*model.parameters(), *model.buffers()], self._channel)
-        self._buffers = [b for b in model.buffers() if b.is_floating_point()]
+        self._statistics = [b for b in model.buffers() if b.is_floating_point()]
+        self._counters = [b for b in model.buffers() if not b.is_floating_point()]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        if self._weigh_samples:
+            self._weights = SampleWeights(model)
         ordered = [p for _, p in order_of_backward(model)]
         for count in bucket_cuts(self._config, model):
             self._buckets.append(Bucket(ordered[:count], WIRE[self._config.wire]))
@@ -100,7 +110,7 @@ class AllReduce:
             self._buckets,
             [table.pick(bucket.num_bytes, self._channel.size) for bucket in self._buckets],
             self._channel,
-            SampleWeights(model) if self._weigh_samples else Summed(),
+            self._weights,
             self._recorder,
         )
         for index, bucket in enumerate(self._buckets):
@@ -111,6 +121,12 @@ class AllReduce:
         """Note whether the coming backward completes the step's gradients."""
         self._step = step
         self._counts = last_micro
+        self._weights.begin()
+        if any(p.requires_grad for p in self._frozen):
+            raise StrettoError(
+                "a parameter that was frozen when the model was distributed is to be trained now: "
+                "ranks would drift apart; unfreeze before, and leave it out of the optimizer"
+            )
 
     def after_backward(self) -> Agreed:
         """Wait for every bucket's sum; gradients are then equal on all ranks."""
@@ -119,18 +135,23 @@ class AllReduce:
         if not self.reads_gradients:
             return Agreed()
         grads = [p.grad for b in self._buckets for p in b.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        return Agreed(bool(norm.isfinite()), norm)
+        return Agreed(torch.nn.utils.get_total_norm(grads))
 
     def after_update(self) -> None:
         """Do nothing: equal gradients keep equal parameters equal."""
 
     def settle(self) -> None:
-        """Average the buffers: batch statistics are each rank's own until here."""
-        average_(self._buffers, self._channel)
+        """Make buffers equal: the mean of batch statistics, which were each rank's own until here.
+
+        What cannot be averaged (counts of batches) is rank 0's.
+        """
+        average_(self._statistics, self._channel)
+        spread_from_rank_0_(self._counters, self._channel)
 
     def close(self) -> None:
-        """End the communication thread."""
+        """Take the hooks off the model and end the communication thread."""
+        for hook in self._hooks:
+            hook.remove()
         if self._reducer is not None:
             self._reducer.close()
 
@@ -147,4 +168,13 @@ class AllReduce:
                 reducer.gradient_ready(index)
 
         for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(gradient_is_there)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_there))
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(
+                f"parameter {name} is complex: sums of complex gradients are not supported; keep "
+                "its real and imaginary parts in a real parameter (torch.view_as_real)"
+            )

@@ -28,8 +28,8 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 class Agreed:
     """What all ranks know of the step's gradients; None where nobody asked (`reads_gradients`)."""
 
-    finite: bool | None = None
     norm: Tensor | None = None
+    """Of all gradients together; not finite where one of them is not."""
 
 
 class Strategy(Protocol):

@@ -8,10 +8,13 @@
 
 import atexit
 import difflib
+from collections.abc import Mapping
 from functools import cache
+from itertools import count
+from weakref import WeakKeyDictionary
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from stretto.cluster.detect import detect
@@ -19,8 +22,11 @@ from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
 from stretto.data.order import OrderedBatches
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 from stretto.strategy import STRATEGIES, MakeOptimizer, Strategy, StrategyConfig, build_strategy
+
+_distributed: "WeakKeyDictionary[nn.Module, Strategy]" = WeakKeyDictionary()
+_calls = count()
 
 
 @cache
@@ -40,21 +46,26 @@ def distribute(
     """Make ``model`` one model over all ranks; return it and its optimizer, both ordinary.
 
     The loop stays as it is: forward, a loss that is the *mean* over the local batch, backward,
-    ``optimizer.step()``. Gradients are exchanged while backward runs and weighed by the number of
-    samples each rank had. Started alone, it trains alone.
+    ``optimizer.step()``. Gradients are exchanged while backward runs, weighed by the number of
+    samples each rank had, and equal on all ranks when backward returns: clip or unscale them as
+    on one rank. Started alone, it trains alone.
 
     Args:
         model: Ends with the weights of rank 0 on every rank; the same object is returned.
         make_optimizer: Called with the parameters once the model is in its final form.
         strategy: How the ranks agree, by one word, or a config that says more.
-        accumulation: Backward passes (one forward each, of equally many samples, each loss divided
-            by their number) between two optimizer steps.
+        accumulation: Backward passes (of equally many samples, each loss divided by their
+            number) between two optimizer steps.
         channel: What to talk over; when left out, all ranks of the world.
     """
     config = _config_of(strategy) if isinstance(strategy, str) else strategy
-    how = build_strategy(config, channel or _channel(), weigh_samples=True)
+    how = build_strategy(config, channel or _new_channel(), weigh_samples=True)
+    loop = _OwnLoop(how, accumulation)
+    loop.watch_backward(model)  # before the strategy's own hooks: it must begin before they fire
     model, optimizer = how.attach(model, make_optimizer)
-    _Moments(how, model, optimizer, accumulation)
+    loop.watch_steps(optimizer)
+    atexit.register(how.close)
+    _distributed[model] = how
     return model, optimizer
 
 
@@ -67,41 +78,91 @@ def share_batches(num_samples: int, batch: int, *, seed: int = 0) -> OrderedBatc
     return OrderedBatches(num_samples, batch, rank=me.rank, size=me.size, seed=seed)
 
 
-class _Moments:
-    """Hangs the strategy's moments on the model's forward and the optimizer's step."""
+def settle(model: nn.Module) -> None:
+    """Make a distributed model whole before evaluating or saving it; all ranks call it together.
 
-    def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, accumulation: int
-    ) -> None:
+    Batch statistics are each rank's own until then.
+    """
+    if model not in _distributed:
+        raise ConfigError("settle wants a model that distribute returned")
+    _distributed[model].settle()
+
+
+class _OwnLoop:
+    """Finds the strategy's moments in a loop that does not know them."""
+
+    def __init__(self, strategy: Strategy, accumulation: int) -> None:
+        if accumulation < 1:
+            raise ConfigError(f"accumulation = {accumulation}: expected at least 1")
         self._strategy = strategy
-        self._optimizer = optimizer
         self._accumulation = accumulation
+        self._optimizer: Optimizer | None = None
         self._step = 0
         self._micro = 0
-        model.register_forward_pre_hook(self._before_forward)
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self._in_backward = False
+        self._in_closure = False
+        self._agreed = False
+
+    def watch_backward(self, model: nn.Module) -> None:
+        """Let the first gradient of each backward begin a micro-batch, and its end close it."""
+
+        def gradient_is_there(_parameter: Tensor) -> None:
+            if not self._in_backward:
+                self._in_backward = True
+                self._begin()
+                Variable._execution_engine.queue_callback(self._end_of_backward)
+
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(gradient_is_there)
+
+    def watch_steps(self, optimizer: Optimizer) -> None:
+        """Hang the rest on the optimizer's step."""
+        self._optimizer = optimizer
+        optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *_: self._after_step())
-        atexit.register(strategy.close)
 
-    def _before_forward(self, module: nn.Module, _inputs: object) -> None:
-        if module.training and torch.is_grad_enabled():
-            last = self._micro >= self._accumulation - 1
-            lr = float(self._optimizer.param_groups[0]["lr"])
-            self._strategy.begin(self._step, self._micro, last, lr)
-            self._micro += 1
+    def _begin(self) -> None:
+        assert self._optimizer is not None
+        if self._agreed and not self._in_closure:
+            raise StrettoError(
+                "backward ran again after the ranks had agreed on its gradients: say how many "
+                "backward passes make one step (accumulation=...), then step the optimizer"
+            )
+        if self._agreed:  # an optimizer may call its closure several times in a step
+            self._micro, self._agreed = 0, False
+        last = self._micro >= self._accumulation - 1
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        self._strategy.begin(self._step, self._micro, last, lr)
+        self._micro += 1
 
-    def _before_step(self) -> None:
+    def _end_of_backward(self) -> None:
+        self._in_backward = False
+        if self._micro >= self._accumulation:
+            self._agree()
+
+    def _before_step(
+        self, _optimizer: Optimizer, args: tuple[object, ...], named: Mapping[str, object]
+    ) -> None:
+        # A closure runs backward inside the step; without one, all of it has been.
+        self._in_closure = bool(args) or named.get("closure") is not None
+        if not self._agreed and not self._in_closure:
+            self._agree()
+
+    def _agree(self) -> None:
         self._strategy.after_backward()
+        self._agreed = True
 
     def _after_step(self) -> None:
         self._strategy.after_update()
         self._step += 1
         self._micro = 0
+        self._agreed = self._in_closure = False
 
 
-@cache
-def _channel() -> Channel:
-    channel = connect(world())
+def _new_channel() -> Channel:
+    """Return a group of its own for each distributed model: their messages never cross."""
+    channel = connect(world(), name=f"distribute/{next(_calls)}")
     atexit.register(channel.close)
     return channel
 

@@ -1,6 +1,7 @@
 """The main job on the embedded default: one model, trained by 1 and by 4 workers."""
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,9 @@ def run_demo(folder: Path, workers: int, say: Callable[[str], None]) -> Comparis
     run_file = folder / "demo.toml"
     run_file.write_text(to_toml(load(RunConfig, None, recipe=demo())))
     for name, count in (("1-worker", 1), (f"{workers}-workers", workers)):
+        # Only what an earlier demo wrote, and known by its resolved config: nobody else's files.
+        if (folder / name / "resolved.toml").exists():
+            shutil.rmtree(folder / name)
         say(f"training the same model, the same data, with {count} worker{'s' * (count > 1)}")
         settings = [f"run.name={name}", f"run.folder={folder}"]
         logs = folder / name / "logs"

@@ -20,6 +20,8 @@ class TrainConfig(Config):
     """Micro-batches each rank cuts its share of a step into, to save memory."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of forward and backward; weights and updates are always the model's own."""
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Gradients of a larger norm, over all parameters together, are scaled down to it."""
     log_every: int = Field(default=10, ge=1)
     """Steps between two lines of metrics."""
     eval_every: int | None = Field(default=None, ge=1)

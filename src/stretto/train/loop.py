@@ -25,6 +25,7 @@ from stretto.train.step import accumulate, shares, update
 def train(parts: Parts, first_step: int = 0) -> RunEnded:
     """Run the steps from ``first_step`` to the end; all ranks call this together."""
     config, strategy = parts.config, parts.strategy
+    strategy.reads_gradients = config.clip_norm is not None
     meter = Meter(parts, first_step)
     result: EvalDone | None = None
     with Prefetch(parts.source, shares(parts, first_step)) as batches:
@@ -33,8 +34,8 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
                 lr = parts.rate_at(step)
                 loss = accumulate(parts, step, batch, lr)
                 with meter.communicating():
-                    strategy.after_backward()
-                update(parts, step, lr)
+                    agreed = strategy.after_backward()
+                update(parts, step, lr, agreed)
                 strategy.after_update()
             meter.add_loss(loss)
             if parts.is_due(config.log_every, step):
@@ -55,5 +56,5 @@ def _check_finite(done: StepDone) -> None:
     if not math.isfinite(done.loss):
         raise StrettoError(
             f"the loss is {done.loss} after step {done.step}, on all ranks alike: lower "
-            "optim.lr or lengthen optim.warmup_steps; the last checkpoint is untouched"
+            "optim.lr or lengthen optim.warmup_steps; checkpoints hold finite weights only"
         )

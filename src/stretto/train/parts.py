@@ -1,7 +1,7 @@
 """Everything a training run is made of, assembled by `stretto.run` and used by the loop."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -38,8 +38,8 @@ class Parts:
     checkpoints: Path | None = None
     """Where checkpoints go; None keeps none."""
     generation: int = 0
-    facts: dict[str, str] | None = None
-    """What a checkpoint says of the run it belongs to."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Settings, by dotted key, that a resumed run may not change."""
 
     @property
     def epoch_steps(self) -> int:

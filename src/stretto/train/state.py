@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.checkpoint import State, flatten_optimizer, load_newest, restore_optimizer_, save
 from stretto.comm.channel import Channel
 from stretto.comm.spread import spread_from_rank_0_, spread_text
-from stretto.errors import CheckpointError
+from stretto.errors import CheckpointError, StrettoError
 from stretto.telemetry.events import CheckpointSaved
 from stretto.train.parts import Parts
 
@@ -21,12 +21,23 @@ from stretto.train.parts import Parts
 def save_state(parts: Parts, next_step: int) -> None:
     """Make the ranks whole, then let rank 0 write; all ranks call this together."""
     parts.strategy.settle()
+    _refuse_not_finite(parts, next_step)
     if parts.channel.rank or parts.checkpoints is None:
         return
     with parts.recorder.span("checkpoint", "compute"):
         state = capture(parts, next_step)
         saved = save(parts.checkpoints, state, generation=parts.generation)
     parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))
+
+
+def _refuse_not_finite(parts: Parts, next_step: int) -> None:
+    """Keep what is lost out of the checkpoints; parameters are equal, so all ranks end alike."""
+    for name, parameter in parts.model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise StrettoError(
+                f"{name} is not finite after step {next_step}, on all ranks alike, and was not "
+                f"saved: lower optim.lr or lengthen optim.warmup_steps, then --resume"
+            )
 
 
 def capture(parts: Parts, next_step: int) -> State:
@@ -38,12 +49,10 @@ def capture(parts: Parts, next_step: int) -> State:
     facts = {
         "optimizer": groups,
         "strategy": parts.strategy.state_dict(),
-        "seed": parts.seed,
-        "batch": parts.config.batch,
         "ranks_per_host": list(parts.world.mesh.ranks_per_host),
         "epoch": next_step // parts.epoch_steps,
         "random_numbers": "a function of seed, step, micro-batch and rank",
-        **(parts.facts or {}),
+        "fixed": parts.fixed,
     }
     return State(next_step, owned, facts)
 
@@ -79,12 +88,13 @@ def restore_(parts: Parts, state: State) -> None:
 
 
 def _check_same_run(parts: Parts, state: State) -> None:
-    """Refuse to go on where the order of samples, a function of the step, would change."""
-    for key, now in (("seed", parts.seed), ("batch", parts.config.batch)):
-        if state.facts[key] != now:
+    """Refuse to go on as another run: with other samples, another model or another optimizer."""
+    then, now = state.facts["fixed"], json.loads(json.dumps(parts.fixed))
+    for key in sorted({*then, *now}):
+        if then.get(key) != now.get(key):
             raise CheckpointError(
-                f"the checkpoint was written with {key} {state.facts[key]}, the run has {now}: "
-                "samples would be repeated or left out; set it back, or start a new run"
+                f"the checkpoint was written with {key} = {then.get(key)!r}, the run has "
+                f"{now.get(key)!r}: set it back to resume, or start a new run under another name"
             )
 
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from stretto.data.loader import LoadedShare
 from stretto.data.order import Share, step_share
 from stretto.model.loss import per_sample_loss
+from stretto.strategy import Agreed
 from stretto.train.parts import Parts
 
 
@@ -58,9 +60,11 @@ def forward(parts: Parts, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def update(parts: Parts, step: int, lr: float) -> None:
-    """Apply the agreed gradients at rate ``lr`` and drop them."""
+def update(parts: Parts, step: int, lr: float, agreed: Agreed) -> None:
+    """Apply the agreed gradients at rate ``lr``, clipped where asked for, and drop them."""
     with parts.recorder.span("update", "compute", step=step):
+        if parts.config.clip_norm is not None and agreed.norm is not None:
+            clip_grads_with_norm_(parts.model.parameters(), parts.config.clip_norm, agreed.norm)
         for group in parts.optimizer.param_groups:
             group["lr"] = lr
         parts.optimizer.step()

@@ -95,7 +95,7 @@ def test_batch_statistics_are_equal_on_all_ranks_after_a_run(tmp_path):
 
 def test_resuming_with_another_batch_is_refused(tmp_path):
     run_local(1, lambda c: on_rank(c, tmp_path, "train.steps=2"))
-    with pytest.raises(CheckpointError, match="batch 12, the run has 10"):
+    with pytest.raises(CheckpointError, match=r"train\.batch = 12, the run has 10"):
         run_local(
             1,
             lambda c: on_rank(c, tmp_path, "train.steps=3", "train.batch=10", resume=True),
