@@ -1,13 +1,14 @@
 """A whole run as one frozen tree, and how its parts are put together."""
 
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
 from stretto.cluster.world import World
@@ -27,7 +28,7 @@ from stretto.train.parts import Parts, count_steps
 class RunSection(Config):
     """The ``[run]`` table: what the run is called, where it lives, what it may use."""
 
-    name: str = Field(default="run", min_length=1, max_length=100, pattern=r"^[\w][\w.-]*$")
+    name: str = "run"
     """Letters, digits, dot, dash and underscore."""
     folder: str = "runs"
     """The run keeps everything it writes in ``folder/name``."""
@@ -40,6 +41,13 @@ class RunSection(Config):
     """How long a peer may be silent before it counts as lost."""
     trace: bool = True
     """Whether each rank writes its time-line."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_plain_name(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+            raise ValueError("expected letters, digits, dots, dashes and underscores, 100 at most")
+        return name
 
 
 class RunConfig(Config):

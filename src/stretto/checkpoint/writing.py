@@ -100,7 +100,8 @@ def _make_room(folder: Path, state: State, generation: int) -> None:
     if free_bytes < needed_bytes:
         raise CheckpointError(
             f"the checkpoint of step {state.step} needs {needed_bytes} bytes, {folder} has"
-            f" {free_bytes} free; nothing was written: make room, or keep fewer checkpoints"
+            f" {free_bytes} free; nothing was written: make room, or put the run"
+            " elsewhere (run.folder=...)"
         )
 
 

@@ -5,15 +5,8 @@ import sys
 from dataclasses import asdict
 from typing import Literal
 
-from stretto.cluster.detect import detect
-from stretto.config import load
-from stretto.errors import ConfigError
-from stretto.recipes.benchmarks import gpt_25mb
-from stretto.run import RunConfig
-from stretto.study.step import bench_step
 
-
-def bench(what: Literal["step"], *overrides: str, runs: int = 5, json_: bool = False) -> int:
+def bench(what: Literal["step"], /, *overrides: str, runs: int = 5, json_: bool = False) -> int:
     """Measure WHAT on the ranks this was started as (a lab, torchrun).
 
     Parameters
@@ -25,8 +18,15 @@ def bench(what: Literal["step"], *overrides: str, runs: int = 5, json_: bool = F
     runs
         Interleaved repetitions; the median counts.
     json_
-        One object a line on standard output.
+        One object a line on standard output; bound_s is null where the links' rate is not known.
     """
+    from stretto.cluster.detect import detect
+    from stretto.config import load
+    from stretto.errors import ConfigError
+    from stretto.recipes.benchmarks import gpt_25mb
+    from stretto.run import RunConfig
+    from stretto.study.step import bench_step
+
     world = detect()
     if runs < 1:
         raise ConfigError(f"--runs {runs}: expected at least 1")

@@ -3,9 +3,6 @@
 import sys
 from pathlib import Path
 
-from stretto.errors import ConfigError
-from stretto.study.demo import run_demo, verdict
-
 
 def demo(folder: Path = Path("runs/demo"), *, workers: int = 4) -> int:
     """Train one small model with 1 and with 4 workers on this machine, and show that they agree.
@@ -17,6 +14,9 @@ def demo(folder: Path = Path("runs/demo"), *, workers: int = 4) -> int:
     workers
         Workers of the second run.
     """
+    from stretto.errors import ConfigError
+    from stretto.study.demo import run_demo, verdict
+
     if workers < 2:
         raise ConfigError(f"--workers {workers}: expected at least 2, to compare with 1")
     result = run_demo(folder, workers, _say)

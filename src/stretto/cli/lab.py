@@ -2,11 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import TypeVar
 
+from stretto.errors import ConfigError
 from stretto.launch.lab.plan import LabSpec
 from stretto.launch.lab.run import LabResult, run_in_lab
 from stretto.units import format_bytes, format_s, parse_bits_per_s, parse_fraction
+
+T = TypeVar("T")
 
 
 def lab(
@@ -36,12 +41,19 @@ def lab(
     json_
         The result as one object on the last line of standard output.
     """
-    spec = LabSpec(
-        hosts, ranks_per_host, parse_bits_per_s(rate) if rate else None, parse_fraction(loss)
-    )
+    bits_per_s = _read("--rate", parse_bits_per_s, rate) if rate else None
+    spec = LabSpec(hosts, ranks_per_host, bits_per_s, _read("--loss", parse_fraction, loss))
     result = run_in_lab(spec, _same_stretto(command), say=_say)
     _tell(result, as_json=json_)
     return result.exit_code
+
+
+def _read(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Parse an option's text; a mistake in it names the option."""
+    try:
+        return parse(text)
+    except ConfigError as wrong:
+        raise ConfigError(f"{option}: {wrong}") from None
 
 
 def _same_stretto(command: tuple[str, ...]) -> list[str]:

@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StrettoError as failure:
         sys.stderr.write(f"stretto: {failure}\n")
         return failure.exit_code
+    except OSError as failure:
+        sys.stderr.write(f"stretto: {failure}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("stretto: interrupted\n")
         return 130

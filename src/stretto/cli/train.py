@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stretto.cluster.detect import detect
-from stretto.config import load
-from stretto.errors import ConfigError
-from stretto.launch.local import run_here
-from stretto.launch.worker import refuse_taken, run_worker
-from stretto.run import RunConfig, prepare
+if TYPE_CHECKING:
+    from stretto.run import RunConfig
+
+MOST_WORKERS_PER_CORE = 16
+"""More ranks than this on one machine are a slip of the finger."""
 
 
 def train(run: Path, /, *overrides: str, workers: int | None = None, resume: bool = False) -> int:
@@ -28,28 +28,50 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     resume
         Go on from the newest valid checkpoint of this run.
     """
+    from stretto.cluster.detect import detect
+    from stretto.config import load
+    from stretto.launch.worker import run_worker
+    from stretto.run import RunConfig
+
     # model.target may name a module beside the run file or where we stand, as `python -m` allows.
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
     loaded = load(RunConfig, run, overrides)
-    world = detect()
     if workers is None:
-        run_worker(loaded, world, resume=resume)
+        run_worker(loaded, detect(), resume=resume)
         return 0
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: expected a number of ranks, at least 1")
+    _check_workers(workers)
+    again = ["--resume"] if resume else []
+    return _launch(loaded.config, ["train", str(run), *overrides, *again], workers, resume)
+
+
+def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: bool) -> int:
+    from stretto.launch.local import run_here
+    from stretto.launch.worker import newest_checkpoint, refuse_taken
+    from stretto.run import prepare
+
+    refuse_taken(config.run_dir, resume)
+    prepare(config)
+    outcome = run_here(arguments, workers, logs=config.run_dir / "logs", say=_say)
+    if outcome.reason:
+        _say(outcome.reason)
+    if outcome.exit_code and (kept := newest_checkpoint(config.run_dir)):
+        _say(f"the newest checkpoint is {kept}: go on with --resume")
+    return outcome.exit_code
+
+
+def _check_workers(workers: int) -> None:
+    from stretto.cluster.detect import detect, fair_threads
+    from stretto.errors import ConfigError
+
+    most = MOST_WORKERS_PER_CORE * fair_threads(1, {})
+    if not 1 <= workers <= most:
+        raise ConfigError(f"--workers {workers}: expected 1 to {most} ranks on this machine")
+    world = detect()
     if world.meeting is not None:
         raise ConfigError(
             f"--workers {workers}: this process is rank {world.rank} of {world.size} already "
             f"(started by {world.launcher}); leave --workers out to join"
         )
-    refuse_taken(loaded.config.run_dir, resume)
-    prepare(loaded.config)
-    arguments = ["train", str(run), *overrides, *(["--resume"] if resume else [])]
-    logs = loaded.config.run_dir / "logs"
-    outcome = run_here(arguments, workers, logs=logs, say=_say)
-    if outcome.reason:
-        _say(outcome.reason)
-    return outcome.exit_code
 
 
 def _say(line: str) -> None:

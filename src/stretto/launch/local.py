@@ -47,5 +47,5 @@ def _environment(rank: int, workers: int, port: int) -> Mapping[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(fair_threads(workers)),
-        "STRETTO_LAUNCHER": "stretto",
+        "STRETTO_LAUNCHER": "stretto train --workers",
     }

@@ -1,5 +1,6 @@
 """One rank's life: find the others, put the parts together, train, leave things in order."""
 
+import fcntl
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -42,15 +43,13 @@ def run_worker(
         channel = connect(world, config.run.timeout_s)
         stack.callback(channel.close)
         _check_same_config(config, channel)
-        generation = _enter_run(loaded, channel, resume)
+        generation = _enter_run(stack, loaded, channel, resume)
         report = _open_sinks(stack, config.run_dir, channel.rank, resume, stream)
         parts = assemble(loaded, prepared, world, channel, report, generation)
         stack.callback(parts.strategy.close)
         if config.run.trace:
-            stack.callback(_write_trace, config.run_dir, parts)
-        first_step = 0
-        if resume:
-            first_step = resume_state(parts, log=lambda line: stream.writelines([line, "\n"]))
+            stack.callback(_write_trace, config.run_dir, parts, stream)
+        first_step = _resume(parts, stream) if resume else 0
         if first_step >= parts.total_steps:
             stream.write(
                 f"{config.run.name} is at step {first_step} of {parts.total_steps} already: raise "
@@ -61,7 +60,7 @@ def run_worker(
         return train(parts, first_step)
 
 
-def _enter_run(loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int:
+def _enter_run(stack: ExitStack, loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int:
     """Let rank 0 take the run folder, or refuse it for all; return this start's generation."""
     run_dir = loaded.config.run_dir
     answer = ""
@@ -69,6 +68,7 @@ def _enter_run(loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int
         try:
             refuse_taken(run_dir, resume)
             run_dir.mkdir(parents=True, exist_ok=True)
+            _lock(stack, run_dir, resume)
             answer = str(next_generation(run_dir))
             (run_dir / "resolved.toml").write_text(to_toml(loaded))
         except StrettoError as wrong:
@@ -81,14 +81,37 @@ def _enter_run(loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int
     return int(answer)
 
 
+def _lock(stack: ExitStack, run_dir: Path, resume: bool) -> None:
+    """Hold the folder as long as this process lives; refuse a second start beside a living one.
+
+    A resumed run goes on regardless: a rank that a restart left behind may still hold the lock,
+    and its generation keeps it from writing.
+    """
+    lock = stack.enter_context((run_dir / "lock").open("w"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not resume:
+            raise ConfigError(
+                f"run folder {run_dir} is in use by a run that goes on: wait for it, or give this "
+                "one another name: run.name=..."
+            ) from None
+
+
+def newest_checkpoint(run_dir: Path) -> str | None:
+    """Return the name of the newest checkpoint in a run's folder, damaged or not."""
+    return max(
+        (path.name for path in (run_dir / "checkpoints").glob("step-????????")), default=None
+    )
+
+
 def refuse_taken(run_dir: Path, resume: bool) -> None:
     """Raise `ConfigError` where a run would be overwritten, or its folder cannot be one."""
     if any(path.exists() and not path.is_dir() for path in (run_dir, *run_dir.parents)):
         raise ConfigError(f"run folder {run_dir}: a part of this path is a file, not a folder")
-    kept = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    if kept and not resume:
+    if (kept := newest_checkpoint(run_dir)) and not resume:
         raise ConfigError(
-            f"run folder {run_dir} holds a run already (newest checkpoint {kept[-1]}); go on with "
+            f"run folder {run_dir} holds a run already (newest checkpoint {kept}); go on with "
             "--resume, or give this one another name: run.name=..."
         )
 
@@ -127,8 +150,18 @@ def _started(config: RunConfig, parts: Parts, first_step: int) -> RunStarted:
     )
 
 
-def _write_trace(run_dir: Path, parts: Parts) -> None:
-    folder = run_dir / "trace"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{parts.world.rank}.json"
-    write_chrome_trace(path, [parts.recorder.timeline()])
+def _resume(parts: Parts, stream: TextIO) -> int:
+    first_step = resume_state(parts, log=lambda line: stream.writelines([line, "\n"]))
+    if not first_step and parts.channel.rank == 0:
+        stream.write(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning\n")
+    return first_step
+
+
+def _write_trace(run_dir: Path, parts: Parts, stream: TextIO) -> None:
+    """Write the time-line; a run that trained does not fail because its trace found no room."""
+    path = run_dir / "trace" / f"rank-{parts.world.rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_chrome_trace(path, [parts.recorder.timeline()])
+    except OSError as failure:
+        stream.write(f"the time-line {path} could not be written: {failure.strerror}\n")

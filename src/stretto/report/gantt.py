@@ -48,9 +48,20 @@ def gantt(run: RunRecord) -> Figure | None:
 
 
 def _steps_shown(timelines: Sequence[Timeline]) -> set[int]:
-    steps = sorted({s.step for timeline in timelines for s in timeline.spans if s.step >= 0})
-    first = max(0, (len(steps) - _MOST_STEPS + 1) // 2)
-    return set(steps[first : first + _MOST_STEPS]) or {-1}
+    """Return a few neighbouring steps near the middle, if possible with nothing between them.
+
+    An evaluation between two steps would squeeze both of them into slivers.
+    """
+    spans = [span for timeline in timelines for span in timeline.spans]
+    steps = sorted({span.step for span in spans if span.step >= 0})
+    middle = max(0, (len(steps) - _MOST_STEPS + 1) // 2)
+    for first in range(middle, min(len(steps), middle + 2 * _MOST_STEPS)):
+        shown = set(steps[first : first + _MOST_STEPS])
+        begin_s = min(span.start_s for span in spans if span.step in shown)
+        end_s = max(span.end_s for span in spans if span.step in shown)
+        if not any(s.step < 0 and begin_s < s.end_s and s.start_s < end_s for s in spans):
+            return shown
+    return set(steps[middle : middle + _MOST_STEPS]) or {-1}
 
 
 def _excerpt(timeline: Timeline, steps: set[int]) -> Timeline:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.config import load, to_toml
-from stretto.errors import LaunchError
+from stretto.errors import ConfigError, LaunchError
 from stretto.launch.local import run_here
 from stretto.recipes.demo import demo
 from stretto.report.html import write_report
@@ -35,7 +35,10 @@ class Comparison:
 
 def run_demo(folder: Path, workers: int, say: Callable[[str], None]) -> Comparison:
     """Train twice and compare; everything lies in ``folder`` afterwards, the report included."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ConfigError(f"folder {folder} cannot be made: {failure.strerror}") from failure
     run_file = folder / "demo.toml"
     run_file.write_text(to_toml(load(RunConfig, None, recipe=demo())))
     for name, count in (("1-worker", 1), (f"{workers}-workers", workers)):

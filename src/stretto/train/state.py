@@ -90,7 +90,8 @@ def restore_(parts: Parts, state: State) -> None:
 def _check_same_run(parts: Parts, state: State) -> None:
     """Refuse to go on as another run: with other samples, another model or another optimizer."""
     then, now = state.facts["fixed"], json.loads(json.dumps(parts.fixed))
-    for key in sorted({*then, *now}):
+    # Another kind brings other keys: it is what changed.
+    for key in sorted({*then, *now}, key=lambda key: (not key.endswith(".kind"), key)):
         if then.get(key) != now.get(key):
             raise CheckpointError(
                 f"the checkpoint was written with {key} = {then.get(key)!r}, the run has "

@@ -1,8 +1,11 @@
 """Twenty-odd run files that cannot be: one clear message each, exit code 2, no traceback."""
 
+import fcntl
+
 import pytest
 
 from stretto.cli.main import main
+from stretto.launch.processes import Outcome
 
 TEXT = "to be or not to be " * 400
 
@@ -78,6 +81,7 @@ def test_a_bad_run_file_gets_one_clear_message(case, workers, here, capsys):
         (["run.toml", "train.batch"], "="),
         (["run.toml", "train.bacth=8"], "batch"),
         (["run.toml", "--workers", "0"], "--workers 0"),
+        (["run.toml", "--workers", "5000"], "--workers 5000"),
     ],
 )
 def test_a_bad_command_gets_one_clear_message(arguments, words, here, capsys):
@@ -86,6 +90,77 @@ def test_a_bad_command_gets_one_clear_message(arguments, words, here, capsys):
     captured = capsys.readouterr()
     assert words in captured.err
     assert "Traceback" not in captured.err
+
+
+BROKEN = """
+import torch
+def broken():
+    raise RuntimeError("boom")
+class Two(torch.nn.Module):
+    def forward(self, x):
+        return x, x
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("mine:broken", "boom"),
+        ("mine:Two", "cannot learn"),
+        ("builtins:dict", "dict"),
+        (".x:y", ".x:y"),
+    ],
+)
+def test_a_custom_model_that_fails_is_one_message(target, words, here, capsys):
+    (here / "mine.py").write_text(BROKEN)
+    (here / "run.toml").write_text(f'[model]\nkind = "custom"\ntarget = "{target}"')
+    assert main(["train", "run.toml"]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_file_is_one_message(here, capsys):
+    (here / "run.toml").write_text("")
+    assert main(["train", "run.toml", "run.folder=run.toml", "--workers", "2"]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_is_not_started_a_second_time(here, capsys):
+    (here / "run.toml").write_text("[data]\nsamples=8\ntest_samples=1\n[train]\nbatch=8\nsteps=1")
+    lock = here / "runs" / "run" / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main(["train", "run.toml"]) == 2
+        assert "in use by a run that goes on" in capsys.readouterr().err
+        assert main(["train", "run.toml", "--resume"]) == 0
+        assert "starting at the beginning" in capsys.readouterr().err
+
+
+def test_resuming_a_finished_run_says_so_and_adds_nothing(here, capsys):
+    (here / "run.toml").write_text("[data]\nsamples=8\ntest_samples=1\n[train]\nbatch=8\nsteps=1")
+    assert main(["train", "run.toml"]) == 0
+    events = (here / "runs/run/events.jsonl").read_text()
+    assert main(["train", "run.toml", "--resume"]) == 0
+    assert "at step 1 of 1 already" in capsys.readouterr().err
+    assert (here / "runs/run/events.jsonl").read_text() == events
+
+
+def test_a_demo_replaces_its_own_runs_and_nothing_else(here, monkeypatch):
+    started = []
+
+    def stop(arguments, *_more, **_named):
+        started.append(arguments)
+        return Outcome(1, reason="stopped here")
+
+    monkeypatch.setattr("stretto.study.demo.run_here", stop)
+    (here / "demo.toml").write_text("")
+    (here / "thesis.txt").write_text("precious")
+    (here / "1-worker").mkdir()
+    (here / "1-worker" / "notes.txt").write_text("mine")
+    assert main(["demo", "."]) == 1
+    assert (here / "thesis.txt").read_text() == "precious"
+    assert (here / "1-worker" / "notes.txt").exists()
+    assert started
 
 
 def test_a_finished_run_is_not_overwritten(here, capsys):

@@ -1,6 +1,7 @@
 import pytest
 
 from stretto.cluster.detect import detect, fair_threads
+from stretto.cluster.interface import interface_towards
 from stretto.cluster.world import Mesh
 from stretto.errors import LaunchError
 
@@ -55,6 +56,15 @@ def test_threads_are_what_was_asked_for_or_a_fair_share():
     assert fair_threads(1, {"OMP_NUM_THREADS": "7"}) == 7
     assert fair_threads(10_000, {}) == 1
     assert fair_threads(1, {"OMP_NUM_THREADS": "none"}) >= 1
+
+
+def test_the_interface_towards_an_address_is_asked_of_the_kernel():
+    assert interface_towards("127.0.0.1") == "lo"
+
+
+def test_an_address_nobody_can_resolve_is_named():
+    with pytest.raises(LaunchError, match=r"no route to no-such-host\.invalid"):
+        interface_towards("no-such-host.invalid")
 
 
 def test_a_mesh_of_uneven_hosts_knows_where_its_ranks_live():

@@ -156,6 +156,7 @@ def test_a_rank_finds_torchrun_s_words_in_its_environment():
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "ste-a1b2c3",
         "STRETTO_LAB_BITS_PER_S": "400000000",
+        "STRETTO_LAUNCHER": "stretto lab",
     }
 
 

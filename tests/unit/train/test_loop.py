@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from stretto.checkpoint import load_one
 from stretto.cluster.world import Mesh, World
 from stretto.comm.local import run_local
 from stretto.config import load
@@ -88,7 +89,7 @@ def test_batch_statistics_are_equal_on_all_ranks_after_a_run(tmp_path):
     parts = run_local(
         3, lambda c: on_rank(c, tmp_path, "model.norm=batch", "train.batch=9", "train.steps=4")
     )
-    buffers = [[b for b in p.model.buffers() if b.is_floating_point()] for p in parts]
+    buffers = [list(p.model.buffers()) for p in parts]
     assert buffers[0]
     assert all(torch.equal(a, b) for a, b in zip(buffers[0], buffers[2], strict=True))
 
@@ -100,6 +101,30 @@ def test_resuming_with_another_batch_is_refused(tmp_path):
             1,
             lambda c: on_rank(c, tmp_path, "train.steps=3", "train.batch=10", resume=True),
         )
+
+
+@pytest.mark.parametrize(
+    "change", ["data.samples=60", "optim.kind=adamw", "optim.momentum=0.5", "model.width=5"]
+)
+def test_resuming_as_another_run_is_refused_with_the_key_that_changed(change, tmp_path):
+    run_local(1, lambda c: on_rank(c, tmp_path, "train.steps=2"))
+    with pytest.raises(CheckpointError, match=change.split("=")[0].replace(".", r"\.")):
+        run_local(1, lambda c: on_rank(c, tmp_path, "train.steps=3", change, resume=True))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    settings = ["optim.lr=1e30", "train.steps=8", "train.log_every=8", "train.save_every=1"]
+    with pytest.raises(StrettoError, match="not finite after step"):
+        run_local(1, lambda c: on_rank(c, tmp_path, *settings))
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        assert all(torch.isfinite(t).all() for t in load_one(path).under("model").values())
+
+
+def test_fewer_test_samples_than_ranks_are_evaluated(tmp_path):
+    events = []
+    settings = ["data.test_samples=2", "train.steps=1"]
+    run_local(4, lambda c: on_rank(c, tmp_path, *settings, events=events))
+    assert any(isinstance(e, EvalDone) and math.isfinite(e.loss) for e in events)
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_with_advice(tmp_path):

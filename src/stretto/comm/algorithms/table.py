@@ -31,7 +31,7 @@ def parse_table(text: str) -> AlgorithmTable:
         name, _, size = (word.strip() for word in part.partition(" from "))
         if name not in ALLREDUCE:
             near = difflib.get_close_matches(name, ALLREDUCE, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else ";"
             raise ConfigError(f"no algorithm {name!r}{hint} known: {', '.join(ALLREDUCE)}")
         least = parse_bytes(size) if size else 0
         if bool(rows) != bool(size) or (rows and least <= rows[-1][0]):

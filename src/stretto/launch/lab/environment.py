@@ -21,6 +21,7 @@ def rank_environment(
         # The head holds the store: rank 0 connects like all others instead of opening one.
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "GLOO_SOCKET_IFNAME": names.link,
+        "STRETTO_LAUNCHER": "stretto lab",
     }
     if spec.bits_per_s is not None:
         words["STRETTO_LAB_BITS_PER_S"] = spec.bits_per_s
