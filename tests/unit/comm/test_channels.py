@@ -11,7 +11,7 @@ from stretto.comm.courier import Courier
 from stretto.comm.emulated import EmulatedLink
 from stretto.comm.local import run_local
 from stretto.comm.spread import average_, spread_from_rank_0_, spread_text
-from stretto.errors import ChannelError
+from stretto.errors import ChannelError, StrettoError
 
 
 def test_messages_between_two_ranks_arrive_in_order():
@@ -110,6 +110,7 @@ def test_averaging_is_the_mean_over_ranks():
 
 
 def test_the_courier_starts_jobs_in_order_and_hands_failures_to_whoever_waits():
+    before = set(threading.enumerate())
     courier, order = Courier(), []
 
     def fail():
@@ -130,4 +131,6 @@ def test_the_courier_starts_jobs_in_order_and_hands_failures_to_whoever_waits():
     assert tickets[0].wait() is not None
     assert order == [*range(20), "after"]
     courier.close()
-    assert not any(thread.name == "courier" for thread in threading.enumerate())
+    assert set(threading.enumerate()) == before
+    with pytest.raises(StrettoError, match="closed"):
+        courier.submit(fail)
