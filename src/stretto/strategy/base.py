@@ -45,7 +45,7 @@ class Strategy(Protocol):
         ...
 
     def begin(self, step: int, micro: int, last_micro: bool, lr: float) -> None:
-        """Announce a micro-batch before its forward; gradients count once ``last_micro`` is set."""
+        """Announce a micro-batch before its gradients; they count once ``last_micro`` is set."""
         ...
 
     def after_backward(self) -> Agreed:
