@@ -17,6 +17,7 @@ from stretto.cluster.store import join_store
 from stretto.cluster.world import Meeting, Mesh, World
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.execute import execute
+from stretto.comm.recording import RecordingChannel
 from stretto.comm.torch_channel import open_channel
 from stretto.errors import ChannelError
 
@@ -30,6 +31,14 @@ def total(channel, algorithm):
 
 channel = open_channel(store, rank=rank, members=[0, 1, 2], generation=0, timeout_s=30)
 print("whole", *(total(channel, name) for name in ALLREDUCE), flush=True)
+recorder = RecordingChannel(channel)
+for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for name in ALLREDUCE:
+        for length in (0, 1, 7, 1001):
+            mine = torch.full((length,), rank + 1, dtype=dtype)
+            execute(ALLREDUCE[name](3), mine, recorder)
+            assert mine.eq(6).all(), (dtype, name, length)
+print("types", sum(m.num_bytes for m in recorder.sent if m.peer >= 0), flush=True)
 if rank == 1:
     os._exit(9)
 try:
@@ -64,8 +73,15 @@ def test_every_algorithm_sums_over_processes(said):
     assert [lines[0] for lines in said] == ["whole [6.0] [6.0]"] * 3
 
 
+def test_every_type_and_length_travels_and_the_ring_sends_its_share(said):
+    # Twice (n-1)/n of each tensor, over the types' sizes; rounding to whole chunks evens out.
+    whole = sum(length * (8 + 4 + 2 + 2) for length in (1, 7, 1001))
+    sent = [int(lines[1].removeprefix("types ")) for lines in said]
+    assert sum(sent) == 4 * whole
+
+
 def test_survivors_are_told_which_peer_they_lost(said):
-    errors = {rank: said[rank][1] for rank in (0, 2)}
+    errors = {rank: said[rank][2] for rank in (0, 2)}
     assert errors[2].startswith("error rank 2 lost rank 1")
     # Rank 0 hears of it from its own neighbour in the ring: whoever fell silent first for it.
     assert errors[0].startswith("error rank 0 lost rank")

@@ -3,7 +3,12 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stretto.measure.interleave import Row
 
 
 def bench(what: Literal["step"], /, *overrides: str, runs: int = 5, json_: bool = False) -> int:
@@ -37,12 +42,16 @@ def bench(what: Literal["step"], /, *overrides: str, runs: int = 5, json_: bool 
         )
     config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
     rows = bench_step(config, world, runs=runs, say=_say if world.rank == 0 else lambda _: None)
-    if world.rank:
-        return 0
-    if json_:
+    if world.rank == 0:
+        _print(rows, as_json=json_)
+    return 0
+
+
+def _print(rows: "Sequence[Row]", *, as_json: bool) -> None:
+    if as_json:
         for row in rows:
             print(json.dumps(asdict(row)))
-        return 0
+        return
     print(f"{'case':<22}{'ours':>9}  {'peer':<22}{'peer':>9}{'ratio':>8}{'bound':>9}{'spread':>9}")
     for row in rows:
         bound = f"{row.bound_s:.3f} s" if row.bound_s else "unknown"
@@ -50,7 +59,6 @@ def bench(what: Literal["step"], /, *overrides: str, runs: int = 5, json_: bool 
             f"{row.case:<22}{row.ours_s:>7.3f} s  {row.peer:<22}{row.peer_s:>7.3f} s"
             f"{row.ratio:>8.3f}{bound:>9}{row.spread:>8.1%}"
         )
-    return 0
 
 
 def _say(line: str) -> None:

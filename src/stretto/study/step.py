@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.cluster.world import World
+from stretto.comm.buckets import WIRE
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
 from stretto.data import open_source
@@ -63,11 +64,17 @@ def _rows(
     ours = times[config.strategy.kind]
     shape = f"{world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
     case = f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {shape}"
-    bound = bound_s(num_bytes, medians["no communication"], world)
+    bound = bound_s(_wire_bytes(config, model), medians["no communication"], world)
     return [
         Row(case, statistics.median(ours), name, seconds, bound, len(ours), spread(ours))
         for name, seconds in peers.items()
     ]
+
+
+def _wire_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Return the bytes of all gradients as they travel."""
+    wire = WIRE[config.strategy.wire]
+    return sum(p.numel() * (wire or p.dtype).itemsize for p in model.parameters())
 
 
 Batch = tuple[Tensor, Tensor]

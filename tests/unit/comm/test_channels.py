@@ -1,4 +1,4 @@
-"""The three channels keep one contract."""
+"""Ranks as threads and the wrappers around a channel; processes are in tests/multi."""
 
 import threading
 import time
