@@ -106,7 +106,7 @@ def run_rank(
         for step, loaded in enumerate(batches):
             accumulate(parts, step, loaded, parts.rate_at(step))
             agreed = strategy.after_backward()
-            update(parts, step, parts.rate_at(step), agreed)
+            update(parts, step, agreed)
             strategy.after_update()
     strategy.close()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -169,6 +169,21 @@ def test_ranks_without_samples_change_nothing(algorithm):
         5, lambda channel: run_rank(channel, algorithm=algorithm, accumulation=2, **case)
     )
     assert_equal_models(models[3], on_one_rank(**case))
+
+
+@pytest.mark.parametrize("algorithm", ALLREDUCE)
+def test_updating_as_buckets_arrive_equals_updating_at_the_end(algorithm):
+    case = {
+        "make": plain,
+        "algorithm": algorithm,
+        "batch": 12,
+        "num_samples": 45,
+        "accumulation": 2,
+    }
+    early = run_local(3, lambda channel: run_rank(channel, **case))[1]
+    # A norm that nothing reaches: gradients are read, so the update waits for all of them.
+    late = run_local(3, lambda channel: run_rank(channel, clip_norm=1e9, **case))[1]
+    assert all(torch.equal(early[name], late[name]) for name in early)
 
 
 @pytest.mark.parametrize("size", [1, 3])

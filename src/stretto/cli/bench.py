@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stretto.measure.interleave import Row
 
 
-def bench(what: Literal["step"], /, *overrides: str, runs: int = 5, json_: bool = False) -> int:
+def bench(what: Literal["step"], /, *overrides: str, runs: int = 9, json_: bool = False) -> int:
     """Measure WHAT on the ranks this was started as (a lab, torchrun).
 
     Parameters

@@ -76,6 +76,7 @@ class Bucket:
         same = self.flat.dtype == first.dtype
         self._home = self.flat if same else torch.zeros_like(self.flat, dtype=first.dtype)
         self._grads = self._places if same else self._views(self._home)
+        self._taken: list[Tensor | None] = []
         self._missing: list[int] = []
 
     @property
@@ -83,10 +84,20 @@ class Bucket:
         """Size of the message."""
         return self.flat.nbytes
 
+    def take(self) -> None:
+        """Take this rank's gradients from the parameters, which have none until `unpack`.
+
+        Called where backward runs; `pack` may follow on another thread.
+        """
+        self._taken = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
     @torch.no_grad()
     def pack(self, weight: float = 1.0) -> None:
-        """Lay ``weight`` times this rank's gradients side by side; absent ones count as zero."""
-        grads = [_dense(p.grad) for p in self.parameters]
+        """Lay ``weight`` times what was taken side by side; absent gradients count as zero."""
+        grads = [_dense(grad) for grad in self._taken]
+        self._taken = []
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
         self._marks.fill_(1)
         for i in self._missing:

@@ -87,8 +87,12 @@ class Reducer:
             raise StrettoError(f"a gradient of bucket {index} came after the bucket had left")
         self._start(lambda: self._missing[len(self._tickets)] <= 0)
 
-    def finish(self, step: int) -> None:
-        """Start what backward left unsent (absent gradients count as zero), wait for all sums."""
+    def finish(self, step: int, use: Callable[[Bucket], None] = lambda _bucket: None) -> None:
+        """Start what backward left unsent (absent gradients count as zero), wait for all sums.
+
+        ``use`` is called with each bucket as soon as its sums have become gradients, while later
+        buckets are still on their way.
+        """
         self._start(lambda: True)
         with self._recorder.span("wait for gradients", "wait", step=step):
             total = self._weights.total()
@@ -98,6 +102,7 @@ class Reducer:
                 pending = ticket.wait()
                 bucket.unpack(total)
                 self._note(step, index, pending)
+                use(bucket)
         self._weights.reset()
         self._reset()
 
@@ -115,6 +120,7 @@ class Reducer:
             if not self._tickets:
                 self._weights.start(self._courier, self._channel)
             index = len(self._tickets)
+            self._buckets[index].take()
             self._tickets.append(self._courier.submit(partial(self._send, index)))
 
     def _send(self, index: int) -> Pending:

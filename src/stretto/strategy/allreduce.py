@@ -87,6 +87,7 @@ class AllReduce:
         self._hooks: list[RemovableHandle] = []
         self._weights: Weights = Summed()
         self._reducer: Reducer | None = None
+        self._optimizer: Optimizer | None = None
         self._step = 0
         self._counts = True
 
@@ -115,7 +116,8 @@ class AllReduce:
         )
         for index, bucket in enumerate(self._buckets):
             self._hook(bucket, index, self._reducer)
-        return model, make_optimizer(model.parameters())
+        self._optimizer = make_optimizer(model.parameters())
+        return model, self._optimizer
 
     def begin(self, step: int, micro: int, last_micro: bool, lr: float) -> None:
         """Note whether the coming backward completes the step's gradients."""
@@ -129,11 +131,16 @@ class AllReduce:
             )
 
     def after_backward(self) -> Agreed:
-        """Wait for every bucket's sum; gradients are then equal on all ranks."""
+        """Wait for every bucket's sum; gradients are then equal on all ranks.
+
+        Where nobody reads them, each bucket's parameters are updated at once, beside the buckets
+        that still travel, and their gradients dropped: `Optimizer.step` then finds nothing to do.
+        """
         assert self._reducer is not None
-        self._reducer.finish(self._step)
         if not self.reads_gradients:
+            self._reducer.finish(self._step, self._update)
             return Agreed()
+        self._reducer.finish(self._step)
         grads = [p.grad for b in self._buckets for p in b.parameters if p.grad is not None]
         return Agreed(torch.nn.utils.get_total_norm(grads))
 
@@ -161,6 +168,18 @@ class AllReduce:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Accept the empty state."""
+
+    def _update(self, bucket: Bucket) -> None:
+        """Step with the only gradients there are: those of ``bucket``, as all others are taken.
+
+        Every optimizer whose update of a parameter looks at that parameter alone may be stepped
+        in parts; others need `reads_gradients`.
+        """
+        assert self._optimizer is not None
+        with self._recorder.span("update", "compute", step=self._step):
+            self._optimizer.step()
+            for parameter in bucket.parameters:
+                parameter.grad = None
 
     def _hook(self, bucket: Bucket, index: int, reducer: Reducer) -> None:
         def gradient_is_there(_parameter: Tensor) -> None:

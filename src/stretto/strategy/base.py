@@ -36,7 +36,9 @@ class Strategy(Protocol):
     """How the ranks stay one model; one rank is never a special case."""
 
     reads_gradients: bool
-    """Somebody reads whole gradients before the update (clipping, loss scaling, own hooks)."""
+    """Somebody reads whole gradients before the update (clipping, loss scaling, own hooks), or the
+    optimizer looks at all parameters at once; if not, a strategy may update as gradients arrive,
+    at the rate the optimizer has when backward begins."""
 
     def attach(
         self, model: nn.Module, make_optimizer: MakeOptimizer

@@ -60,6 +60,7 @@ def distribute(
     """
     config = _config_of(strategy) if isinstance(strategy, str) else strategy
     how = build_strategy(config, channel or _new_channel(), weigh_samples=True)
+    how.reads_gradients = True  # a person may, between backward and step
     loop = _OwnLoop(how, accumulation)
     loop.watch_backward(model)  # before the strategy's own hooks: it must begin before they fire
     model, optimizer = how.attach(model, make_optimizer)

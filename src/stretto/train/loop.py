@@ -35,7 +35,7 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
                 loss = accumulate(parts, step, batch, lr)
                 with meter.communicating():
                     agreed = strategy.after_backward()
-                update(parts, step, lr, agreed)
+                update(parts, step, agreed)
                 strategy.after_update()
             meter.add_loss(loss)
             if parts.is_due(config.log_every, step):

@@ -36,6 +36,8 @@ def accumulate(parts: Parts, step: int, batch: LoadedShare, lr: float) -> Tensor
     The loss is divided by the global count here, once: summed over micro-batches and ranks, the
     gradients are those of the mean over the global batch. A rank without samples adds nothing.
     """
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr  # before backward: a strategy may update as gradients arrive
     total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
     pieces = parts.config.accumulation
     micros = zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
@@ -60,13 +62,11 @@ def forward(parts: Parts, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def update(parts: Parts, step: int, lr: float, agreed: Agreed) -> None:
-    """Apply the agreed gradients at rate ``lr``, clipped where asked for, and drop them."""
+def update(parts: Parts, step: int, agreed: Agreed) -> None:
+    """Apply what gradients the strategy has left, clipped where asked for, and drop them."""
     with parts.recorder.span("update", "compute", step=step):
         if parts.config.clip_norm is not None and agreed.norm is not None:
             clip_grads_with_norm_(parts.model.parameters(), parts.config.clip_norm, agreed.norm)
-        for group in parts.optimizer.param_groups:
-            group["lr"] = lr
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
 
