@@ -47,8 +47,6 @@ def run_worker(
         report = _open_sinks(stack, config.run_dir, channel.rank, resume, stream)
         parts = assemble(loaded, prepared, world, channel, report, generation)
         stack.callback(parts.strategy.close)
-        if config.run.trace:
-            stack.callback(_write_trace, config.run_dir, parts, stream)
         first_step = _resume(parts, stream) if resume else 0
         if first_step >= parts.total_steps:
             stream.write(
@@ -56,6 +54,8 @@ def run_worker(
                 "train.steps or train.epochs to train on\n"
             )
             return None
+        if config.run.trace:
+            stack.callback(_write_trace, config.run_dir, parts, stream)
         report(_started(config, parts, first_step))
         return train(parts, first_step)
 

@@ -8,7 +8,6 @@ mean over its local batch, `SampleWeights` multiplies by the local count and div
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
 from pydantic import field_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -127,7 +126,8 @@ class AllReduce:
         if any(p.requires_grad for p in self._frozen):
             raise StrettoError(
                 "a parameter that was frozen when the model was distributed is to be trained now: "
-                "ranks would drift apart; unfreeze before, and leave it out of the optimizer"
+                "ranks would drift apart; unfreeze it before that and keep it out of the optimizer "
+                "until it is wanted"
             )
 
     def after_backward(self) -> Agreed:
@@ -141,8 +141,8 @@ class AllReduce:
             self._reducer.finish(self._step, self._update)
             return Agreed()
         self._reducer.finish(self._step)
-        grads = [p.grad for b in self._buckets for p in b.parameters if p.grad is not None]
-        return Agreed(torch.nn.utils.get_total_norm(grads))
+        grads = (p.grad for bucket in self._buckets for p in bucket.parameters)
+        return Agreed(tuple(grad for grad in grads if grad is not None))
 
     def after_update(self) -> None:
         """Do nothing: equal gradients keep equal parameters equal."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -26,10 +27,13 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of the step's gradients; None where nobody asked (`reads_gradients`)."""
+    """What all ranks know of the step: its gradients, where `reads_gradients` kept them."""
 
-    norm: Tensor | None = None
-    """Of all gradients together; not finite where one of them is not."""
+    gradients: tuple[Tensor, ...] = ()
+
+    def norm(self) -> Tensor:
+        """Return the norm of all gradients together; not finite where one of them is not."""
+        return get_total_norm(self.gradients)
 
 
 class Strategy(Protocol):

@@ -65,8 +65,8 @@ def forward(parts: Parts, inputs: Tensor) -> Tensor:
 def update(parts: Parts, step: int, agreed: Agreed) -> None:
     """Apply what gradients the strategy has left, clipped where asked for, and drop them."""
     with parts.recorder.span("update", "compute", step=step):
-        if parts.config.clip_norm is not None and agreed.norm is not None:
-            clip_grads_with_norm_(parts.model.parameters(), parts.config.clip_norm, agreed.norm)
+        if parts.config.clip_norm is not None:
+            clip_grads_with_norm_(parts.model.parameters(), parts.config.clip_norm, agreed.norm())
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
 
