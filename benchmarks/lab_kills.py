@@ -98,7 +98,10 @@ def main() -> int:
         os.environ["TMPDIR"] = logs
         for number in range(args.count):
             trial = kill_one(number, moments.uniform(0.0, args.latest_s), args.store)
-            print(json.dumps({**asdict(trial), "passed": trial.passed}), flush=True)
+            row = {**asdict(trial), "passed": trial.passed}
+            if trial.passed:
+                del row["next_said"]  # of interest only where something went wrong
+            print(json.dumps(row), flush=True)
             passed += trial.passed
     print(f"{passed} passed, {args.count - passed} failed")
     return 0 if passed == args.count else 1
