@@ -14,6 +14,8 @@ from torch import nn
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.config import Config, Loaded, resolve
+from stretto.config.text import dotted
+from stretto.config.tree import DEFAULT, leaves, mark_table
 from stretto.data import DataConfig, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
@@ -21,7 +23,10 @@ from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
+from stretto.telemetry.trackers import check_trackers
 from stretto.train.config import TrainConfig
+from stretto.train.early_stop import Watch
+from stretto.train.finetune import InitConfig
 from stretto.train.parts import Parts, count_steps
 
 
@@ -39,8 +44,12 @@ class RunSection(Config):
     runs are bit-equal only at equal threads."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a peer may be silent before it counts as lost."""
+    silence_s: float = Field(default=30.0, gt=0)
+    """A rank not heard of for so long ends the run."""
     trace: bool = True
     """Whether each rank writes its time-line."""
+    trackers: tuple[str, ...] = ()
+    """Where else events go: "tensorboard", "wandb", "mlflow"."""
 
     @field_validator("name")
     @classmethod
@@ -59,6 +68,7 @@ class RunConfig(Config):
     optim: OptimConfig = SGDConfig()
     strategy: StrategyConfig = AllReduceConfig()
     train: TrainConfig = TrainConfig()
+    init: InitConfig = InitConfig()
 
     @property
     def run_dir(self) -> Path:
@@ -81,6 +91,7 @@ def prepare(config: RunConfig) -> Prepared:
     Raises:
         ConfigError: The batch is larger than the data, or the model cannot take its samples.
     """
+    check_trackers(config.run.trackers)
     source = open_source(config.data, train=True)
     if config.train.batch > source.num_samples:
         raise ConfigError(
@@ -113,10 +124,17 @@ def digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def flat_settings(config: RunConfig) -> dict[str, object]:
+    """Return every setting by its dotted key."""
+    tree = mark_table(config.model_dump(mode="json"), DEFAULT)
+    return {dotted(path): leaf.content for path, leaf in leaves(tree)}
+
+
 def fixed_settings(loaded: Loaded[RunConfig]) -> dict[str, object]:
     """Return what makes a run this run, by dotted key: model, data, optimizer, seed and batch.
 
-    Its length, its rate, how it is told and stored may change when it is resumed.
+    Its length, its rate, how it is told and stored may change when it is resumed; so may whose
+    weights it began with, since the checkpoint has its own.
     """
     whole = loaded.config.model_dump(mode="json")
     free = {"data.path", "optim.lr", "optim.warmup_steps", "optim.decay"}
@@ -156,6 +174,7 @@ def assemble(
         checkpoints=config.run_dir / "checkpoints",
         generation=generation,
         fixed=fixed_settings(loaded),
+        watch=Watch(config.train.early_stop),
     )
 
 

@@ -1,6 +1,7 @@
 """Durable state: a run written so that any crash, full disk or flipped bit is survived."""
 
 from stretto.checkpoint.generation import current_generation, next_generation
+from stretto.checkpoint.lookup import load_at
 from stretto.checkpoint.optimizer_state import flatten_optimizer, restore_optimizer_
 from stretto.checkpoint.reading import load_newest, load_one, verify
 from stretto.checkpoint.state import Saved, State
@@ -11,6 +12,7 @@ __all__ = [
     "State",
     "current_generation",
     "flatten_optimizer",
+    "load_at",
     "load_newest",
     "load_one",
     "next_generation",

@@ -30,6 +30,7 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     """
     from stretto.cluster.detect import detect
     from stretto.config import load
+    from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.worker import run_worker
     from stretto.run import RunConfig
 
@@ -37,20 +38,23 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
     loaded = load(RunConfig, run, overrides)
     if workers is None:
-        run_worker(loaded, detect(), resume=resume)
-        return 0
+        ended = run_worker(loaded, detect(), resume=resume)
+        return STOPPED_EXIT_CODE if ended and ended.again else 0
     _check_workers(workers)
     again = ["--resume"] if resume else []
     return _launch(loaded.config, ["train", str(run), *overrides, *again], workers, resume)
 
 
 def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: bool) -> int:
+    from stretto.launch.folder import newest_checkpoint, refuse_taken
     from stretto.launch.local import run_here
-    from stretto.launch.worker import newest_checkpoint, refuse_taken
     from stretto.run import prepare
+    from stretto.train.finetune import check_init
 
     refuse_taken(config.run_dir, resume)
-    prepare(config)
+    prepared = prepare(config)
+    if not resume:
+        check_init(config.init, prepared.model, _say)
     outcome = run_here(arguments, workers, logs=config.run_dir / "logs", say=_say)
     if outcome.reason:
         _say(outcome.reason)
@@ -60,7 +64,8 @@ def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: boo
 
 
 def _check_workers(workers: int) -> None:
-    from stretto.cluster.detect import detect, fair_threads
+    from stretto.cluster.detect import detect
+    from stretto.cluster.words import fair_threads
     from stretto.errors import ConfigError
 
     most = MOST_WORKERS_PER_CORE * fair_threads(1, {})

@@ -1,6 +1,7 @@
 """One rank's life: find the others, put the parts together, train, leave things in order."""
 
-import fcntl
+import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,21 +10,33 @@ from typing import TextIO
 
 import torch
 
-from stretto.checkpoint import next_generation
+from stretto.cluster.meet import ranks_in_words
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
-from stretto.comm.connect import connect
-from stretto.comm.spread import spread_text
-from stretto.config import Loaded, to_toml
-from stretto.errors import ConfigError, StrettoError
-from stretto.run import RunConfig, assemble, digest, prepare, resolve_run
+from stretto.comm.spread import gather_text, meet_all, spread_text
+from stretto.config import Loaded
+from stretto.data.source import Place
+from stretto.errors import ConfigError
+from stretto.launch.folder import enter_run
+from stretto.launch.seat import Seat, agreement_of, blame, take_seat
+from stretto.launch.stop import StopRequest, heeding
+from stretto.run import Prepared, RunConfig, assemble, digest, flat_settings, prepare, resolve_run
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink
 from stretto.telemetry.sinks import JsonLines, fan_out
 from stretto.telemetry.timeline import write_chrome_trace
+from stretto.telemetry.trackers import keep_local, open_trackers
+from stretto.train.finetune import take_over_
 from stretto.train.loop import train
 from stretto.train.parts import Parts
 from stretto.train.state import resume_state
+
+_SAME = {
+    "settings": "give every rank the same run file and overrides",
+    "training data": "give every rank the same files, or a folder that all hosts share",
+    "test data": "give every rank the same files, or a folder that all hosts share",
+}
+"""What must be equal on all ranks, and what to do where it is not."""
 
 
 def run_worker(
@@ -31,112 +44,144 @@ def run_worker(
 ) -> RunEnded | None:
     """Train as one rank of ``world``; every rank calls this with the same run.
 
+    A job that its launcher started again resumes by itself.
+
     Returns:
         How it ended; None when the resumed run had nothing left to do.
     """
     stream = stream or sys.stderr
+    resume = resume or world.generation > 0
     torch.set_num_threads(loaded.config.run.threads or world.threads)
-    prepared = prepare(loaded.config)
-    loaded = resolve_run(loaded, world, prepared.model)
-    config = loaded.config
-    with ExitStack() as stack:
-        channel = connect(world, config.run.timeout_s)
-        stack.callback(channel.close)
-        _check_same_config(config, channel)
-        generation = _enter_run(stack, loaded, channel, resume)
-        report = _open_sinks(stack, config.run_dir, channel.rank, resume, stream)
-        parts = assemble(loaded, prepared, world, channel, report, generation)
-        stack.callback(parts.strategy.close)
-        first_step = _resume(parts, stream) if resume else 0
-        if first_step >= parts.total_steps:
-            stream.write(
-                f"{config.run.name} is at step {first_step} of {parts.total_steps} already: raise "
-                "train.steps or train.epochs to train on\n"
-            )
-            return None
-        if config.run.trace:
-            stack.callback(_write_trace, config.run_dir, parts, stream)
-        report(_started(config, parts, first_step))
-        return train(parts, first_step)
-
-
-def _enter_run(stack: ExitStack, loaded: Loaded[RunConfig], channel: Channel, resume: bool) -> int:
-    """Let rank 0 take the run folder, or refuse it for all; return this start's generation."""
-    run_dir = loaded.config.run_dir
-    answer = ""
-    if channel.rank == 0:
+    with heeding() as request, ExitStack() as stack:
+        prepared = prepare(loaded.config)
+        loaded = resolve_run(loaded, world, prepared.model)
+        seat = take_seat(stack, loaded.config.run, world, stream)
         try:
-            refuse_taken(run_dir, resume)
-            run_dir.mkdir(parents=True, exist_ok=True)
-            _lock(stack, run_dir, resume)
-            answer = str(next_generation(run_dir))
-            (run_dir / "resolved.toml").write_text(to_toml(loaded))
-        except StrettoError as wrong:
-            answer = str(wrong)
-        except OSError as wrong:
-            answer = f"run folder {run_dir} cannot be written: {wrong.strerror}"
-    answer = spread_text(answer, channel)
-    if not answer.isdigit():
-        raise ConfigError(answer)
-    return int(answer)
+            return _run(stack, loaded, prepared, seat, request, resume)
+        except Exception as failure:
+            if (blamed := blame(failure, seat)) is not failure:
+                raise blamed from failure
+            raise
 
 
-def _lock(stack: ExitStack, run_dir: Path, resume: bool) -> None:
-    """Hold the folder as long as this process lives; refuse a second start beside a living one.
+def _run(
+    stack: ExitStack,
+    loaded: Loaded[RunConfig],
+    prepared: Prepared,
+    seat: Seat,
+    request: StopRequest,
+    resume: bool,
+) -> RunEnded | None:
+    config, channel, stream = loaded.config, seat.channel, seat.stream
+    _check_same_run(config, prepared, channel)
+    generation = enter_run(stack, loaded, channel, resume)
+    _start_data(stack, prepared, seat, f"{config.run.name}-{generation}")
+    report = _open_sinks(stack, config, channel.rank, resume, stream)
+    parts = assemble(loaded, prepared, seat.world, channel, report, generation)
+    stack.callback(parts.strategy.close)
+    first_step, note = _first_step(parts, config, resume, stream)
+    if over := _nothing_left(parts, first_step):
+        stream.write(f"{config.run.name} {over}\n" if channel.rank == 0 else "")
+        return None
+    if config.run.trace:
+        stack.callback(_write_trace, config.run_dir, parts, stream)
+    report(_started(config, parts, note))
+    request.defer()
+    ended = train(parts, first_step, agreement_of(seat, request))
+    if ended.again:
+        request.close()
+    if seat.pulse:
+        seat.pulse.stop()
+    # Rank 0 may still write, and some launchers end everybody when the first one leaves.
+    meet_all(seat.control)
+    return ended
 
-    A resumed run goes on regardless: a rank that a restart left behind may still hold the lock,
-    and its generation keeps it from writing.
-    """
-    lock = stack.enter_context((run_dir / "lock").open("w"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not resume:
-            raise ConfigError(
-                f"run folder {run_dir} is in use by a run that goes on: wait for it, or give this "
-                "one another name: run.name=..."
-            ) from None
 
-
-def newest_checkpoint(run_dir: Path) -> str | None:
-    """Return the name of the newest checkpoint in a run's folder, damaged or not."""
-    return max(
-        (path.name for path in (run_dir / "checkpoints").glob("step-????????")), default=None
+def _start_data(stack: ExitStack, prepared: Prepared, seat: Seat, key: str) -> None:
+    mesh, world = seat.world.mesh, seat.world
+    place = Place(
+        world.local_rank,
+        mesh.ranks_per_host[world.host],
+        spread_text(f"{key}-{os.getpid()}", seat.channel),
+        lambda: meet_all(seat.control),
     )
+    for source in (prepared.source, prepared.test_source):
+        stack.callback(source.close)
+        source.start(place)
 
 
-def refuse_taken(run_dir: Path, resume: bool) -> None:
-    """Raise `ConfigError` where a run would be overwritten, or its folder cannot be one."""
-    if any(path.exists() and not path.is_dir() for path in (run_dir, *run_dir.parents)):
-        raise ConfigError(f"run folder {run_dir}: a part of this path is a file, not a folder")
-    if (kept := newest_checkpoint(run_dir)) and not resume:
-        raise ConfigError(
-            f"run folder {run_dir} holds a run already (newest checkpoint {kept}); go on with "
-            "--resume, or give this one another name: run.name=..."
+def _first_step(parts: Parts, config: RunConfig, resume: bool, stream: TextIO) -> tuple[int, str]:
+    """Take up a checkpoint, ours or one to start from; return the step and a word about it."""
+
+    def log(line: str) -> None:
+        _say(stream, line)
+
+    first_step = resume_state(parts, log=log) if resume else 0
+    if first_step:
+        return first_step, f"resumed at step {first_step}"
+    if resume and parts.channel.rank == 0:
+        log(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning")
+    return 0, take_over_(parts, config.init, log).note
+
+
+def _nothing_left(parts: Parts, first_step: int) -> str:
+    if first_step >= parts.total_steps:
+        return (
+            f"is at step {first_step} of {parts.total_steps} already: raise train.steps or "
+            "train.epochs to train on"
         )
-
-
-def _check_same_config(config: RunConfig, channel: Channel) -> None:
-    mine = digest(config)
-    if (theirs := spread_text(mine, channel)) != mine:
-        raise ConfigError(
-            f"rank {channel.rank} has other settings than rank 0 (digests {mine} and {theirs}): "
-            "give every rank the same run file and overrides"
+    if first_step and parts.watch.verdict:
+        return (
+            f"ended at step {first_step} already: {parts.watch.verdict}; raise "
+            "train.early_stop.patience to train on"
         )
+    return ""
+
+
+def _check_same_run(config: RunConfig, prepared: Prepared, channel: Channel) -> None:
+    """Refuse ranks that would train something else than rank 0: all of them learn which."""
+    facts = {
+        "settings": digest(config),
+        "training data": prepared.source.fingerprint,
+        "test data": prepared.test_source.fingerprint,
+    }
+    told = [json.loads(text) for text in gather_text(json.dumps(facts), channel)]
+    for what, advice in _SAME.items():
+        others = [rank for rank, theirs in enumerate(told) if theirs[what] != told[0][what]]
+        if others:
+            values = f"{told[0][what]} and {told[others[0]][what]}"
+            raise ConfigError(
+                f"{ranks_in_words(others)} and rank 0 have different {what} ({values}): {advice}"
+            )
 
 
 def _open_sinks(
-    stack: ExitStack, run_dir: Path, rank: int, resume: bool, stream: TextIO
+    stack: ExitStack, config: RunConfig, rank: int, resume: bool, stream: TextIO
 ) -> Callable[[Event], None]:
-    """Return where events go: on rank 0 to the run's JSON lines and the screen."""
+    """Return where events go: on rank 0 to the run's JSON lines, the screen and trackers."""
     if rank:
         return lambda _event: None
-    sink = fan_out([JsonLines(run_dir / "events.jsonl", append=resume), console_sink(stream)])
+    keep_local(config.run.trackers, os.environ)
+    truth = JsonLines(config.run_dir / "events.jsonl", append=resume)
+    trackers = open_trackers(
+        config.run.trackers,
+        config.run_dir,
+        config.run.name,
+        flat_settings(config),
+        resumed=resume,
+        say=lambda line: _say(stream, line),
+    )
+    sink = fan_out([truth, console_sink(stream), *trackers])
     stack.callback(sink.close)
     return sink
 
 
-def _started(config: RunConfig, parts: Parts, first_step: int) -> RunStarted:
+def _say(stream: TextIO, line: str) -> None:
+    stream.write(f"{line}\n")
+    stream.flush()
+
+
+def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
     return RunStarted(
         run=config.run.name,
         workers=parts.world.size,
@@ -146,15 +191,8 @@ def _started(config: RunConfig, parts: Parts, first_step: int) -> RunStarted:
         model=config.model.kind,
         parameters=sum(p.numel() for p in parts.model.parameters()),
         threads=config.run.threads or 0,
-        note=f"resumed at step {first_step}" if first_step else "",
+        note=note,
     )
-
-
-def _resume(parts: Parts, stream: TextIO) -> int:
-    first_step = resume_state(parts, log=lambda line: stream.writelines([line, "\n"]))
-    if not first_step and parts.channel.rank == 0:
-        stream.write(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning\n")
-    return first_step
 
 
 def _write_trace(run_dir: Path, parts: Parts, stream: TextIO) -> None:

@@ -20,14 +20,17 @@ def evaluate(parts: Parts, done: int) -> EvalDone:
     parts.strategy.settle()
     parts.model.eval()
     mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64)
     with parts.recorder.span("evaluate", "compute"):
         for start in range(0, len(mine), _BATCH):
             inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
+            if not len(inputs):
+                continue
             outputs = forward(parts, inputs)
             sums[0] += per_sample_loss(outputs, targets).double().sum()
             sums[1] += correct(outputs, targets).double().sum()
+            sums[2] += len(inputs)  # not all that were asked for: a file may be bad
     parts.model.train()
     execute(ALLREDUCE["native"](parts.channel.size), sums, parts.channel)
-    loss, accuracy = (sums / max(1, parts.test_source.num_samples)).tolist()
+    loss, accuracy = (sums[:2] / sums[2].clamp(min=1)).tolist()
     return EvalDone(step=done, epoch=(done - 1) // parts.epoch_steps, loss=loss, accuracy=accuracy)

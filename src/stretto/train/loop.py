@@ -3,6 +3,7 @@
 ::
 
     batches       next global batch, this rank's share of it      (data wait)
+    agreement     begins: samples read, stop asked for            (hidden behind forward)
     accumulate    strategy.begin, forward, backward per micro-batch
     after_backward   the strategy makes gradients agree           (exposed communication)
     step          optimizer update
@@ -15,29 +16,38 @@ import math
 from stretto.data.loader import Prefetch
 from stretto.errors import StrettoError
 from stretto.telemetry.events import EvalDone, RunEnded, StepDone
+from stretto.train.agreement import Agreement
 from stretto.train.evaluate import evaluate
 from stretto.train.meter import Meter
 from stretto.train.parts import Parts
+from stretto.train.reading import Reading
 from stretto.train.state import save_state
 from stretto.train.step import accumulate, shares, update
 
 
-def train(parts: Parts, first_step: int = 0) -> RunEnded:
-    """Run the steps from ``first_step`` to the end; all ranks call this together."""
+def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None) -> RunEnded:
+    """Run the steps from ``first_step`` to the end; all ranks call this together.
+
+    A request to stop, to any rank, ends the run for all of them after the step in which they
+    agreed on it, with a checkpoint.
+    """
     config, strategy = parts.config, parts.strategy
+    agreement = agreement or Agreement(parts.channel)
     strategy.reads_gradients = config.clip_norm is not None
-    meter = Meter(parts, first_step)
+    meter, reading = Meter(parts, first_step), Reading(parts)
     result: EvalDone | None = None
+    stopped = ""
     with Prefetch(parts.source, shares(parts, first_step)) as batches:
         for step, batch in enumerate(batches, first_step):
             with meter.step(batch):
                 lr = parts.rate_at(step)
-                loss = accumulate(parts, step, batch, lr)
+                loss = accumulate(parts, step, batch, lr, agreement)
                 with meter.communicating():
                     agreed = strategy.after_backward()
                 update(parts, step, agreed)
                 strategy.after_update()
-            meter.add_loss(loss)
+            settled = agreement.settled()
+            meter.add_loss(loss, settled.num_samples)
             if parts.is_due(config.log_every, step):
                 done = meter.summary(lr)
                 parts.report(done)
@@ -45,9 +55,15 @@ def train(parts: Parts, first_step: int = 0) -> RunEnded:
             if parts.is_due(config.eval_every, step):
                 result = evaluate(parts, step + 1)
                 parts.report(result)
-            if parts.checkpoints and parts.is_due(config.save_every, step):
+                parts.judge(result)
+            if parts.is_due(None, step) and (read := reading.account(step + 1)):
+                parts.report(read)
+            stopped = "" if step + 1 == parts.total_steps else settled.stop or parts.watch.verdict
+            if parts.checkpoints and (stopped or parts.is_due(config.save_every, step)):
                 save_state(parts, step + 1)
-    ended = meter.ended(result)
+            if stopped:
+                break
+    ended = meter.ended(result, stopped, again=bool(stopped and settled.stop))
     parts.report(ended)
     return ended
 

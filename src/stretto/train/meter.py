@@ -39,7 +39,6 @@ class Meter:
         self._step_s += time.monotonic() - start_s + batch.wait_s
         self._data_s += batch.wait_s
         self._steps += 1
-        self._samples += batch.share.global_count
         self._done += 1
 
     @contextmanager
@@ -49,9 +48,10 @@ class Meter:
         yield
         self._comm_s += time.monotonic() - start_s
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add this rank's sum of losses; nothing is read from the device yet."""
+    def add_loss(self, loss: Tensor, num_samples: int) -> None:
+        """Add this rank's sum of losses and all ranks' samples; the device is not read yet."""
         self._loss = loss if self._loss is None else self._loss + loss
+        self._samples += num_samples
 
     def summary(self, lr: float) -> StepDone:
         """Return the means since the last line, over all ranks (one small all-reduce)."""
@@ -67,7 +67,7 @@ class Meter:
         done = StepDone(
             step=self._done,
             epoch=(self._done - 1) // parts.epoch_steps,
-            loss=loss_sum / self._samples,
+            loss=loss_sum / max(1, self._samples),
             lr=lr,
             samples_per_s=self._samples / step_s,
             step_s=step_s / self._steps,
@@ -80,7 +80,7 @@ class Meter:
         self._clear()
         return done
 
-    def ended(self, result: EvalDone | None) -> RunEnded:
+    def ended(self, result: EvalDone | None, stopped: str, again: bool) -> RunEnded:
         """Return the closing word; throughput is that of the training steps alone."""
         return RunEnded(
             step=self._done,
@@ -88,6 +88,8 @@ class Meter:
             loss=result.loss if result else self._last_loss,
             accuracy=result.accuracy if result else None,
             samples_per_s=self._trained_samples / self._trained_s if self._trained_s else 0.0,
+            stopped=stopped,
+            again=again,
         )
 
     def _clear(self) -> None:

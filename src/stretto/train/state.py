@@ -1,7 +1,7 @@
 """The whole state of a run, to a checkpoint and back.
 
-Learning rate, data order and random numbers are functions of the step, so model, optimizer and
-the step are all there is.
+Learning rate, data order and random numbers are functions of the step, so model, optimizer, the
+step and how evaluations went are all there is.
 """
 
 import json
@@ -51,6 +51,7 @@ def capture(parts: Parts, next_step: int) -> State:
         "strategy": parts.strategy.state_dict(),
         "ranks_per_host": list(parts.world.mesh.ranks_per_host),
         "epoch": next_step // parts.epoch_steps,
+        "early_stop": parts.watch.state_dict(),
         "random_numbers": "a function of seed, step, micro-batch and rank",
         "fixed": parts.fixed,
     }
@@ -74,7 +75,7 @@ def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
 
 
 def restore_(parts: Parts, state: State) -> None:
-    """Put ``state`` into the model, the optimizer and the strategy."""
+    """Put ``state`` into the model, the optimizer, the strategy and the watch."""
     _check_same_run(parts, state)
     try:
         parts.model.load_state_dict(state.under("model"))
@@ -85,6 +86,7 @@ def restore_(parts: Parts, state: State) -> None:
     named = dict(parts.model.named_parameters())
     restore_optimizer_(parts.optimizer, named, state.under("optimizer"), state.facts["optimizer"])
     parts.strategy.load_state_dict(state.facts["strategy"])
+    parts.watch.load_state_dict(state.facts.get("early_stop", {}))
 
 
 def _check_same_run(parts: Parts, state: State) -> None:

@@ -12,13 +12,14 @@ from stretto.data.loader import LoadedShare
 from stretto.data.order import Share, step_share
 from stretto.model.loss import per_sample_loss
 from stretto.strategy import Agreed
+from stretto.train.agreement import Agreement
 from stretto.train.parts import Parts
 
 
 def shares(parts: Parts, first_step: int) -> Iterator[Share]:
     """Yield this rank's samples of each step from ``first_step`` on: the step is all the state."""
     for step in range(first_step, parts.total_steps):
-        epoch, step_in_epoch = divmod(step, parts.epoch_steps)
+        epoch, step_in_epoch = divmod(step, parts.pass_steps)
         yield step_share(
             step_in_epoch,
             batch=parts.config.batch,
@@ -30,12 +31,16 @@ def shares(parts: Parts, first_step: int) -> Iterator[Share]:
         )
 
 
-def accumulate(parts: Parts, step: int, batch: LoadedShare, lr: float) -> Tensor:
+def accumulate(
+    parts: Parts, step: int, batch: LoadedShare, lr: float, agreement: Agreement
+) -> Tensor:
     """Forward and backward over this rank's share; return the sum of its losses.
 
-    The loss is divided by the global count here, once: summed over micro-batches and ranks, the
-    gradients are those of the mean over the global batch. A rank without samples adds nothing.
+    The loss is divided here, once, by the number of samples that all ranks together could read:
+    summed over micro-batches and ranks, the gradients are those of the mean over the global
+    batch. A rank without samples adds nothing.
     """
+    agreement.begin(step, len(batch.inputs))
     for group in parts.optimizer.param_groups:
         group["lr"] = lr  # before backward: a strategy may update as gradients arrive
     total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
@@ -49,7 +54,7 @@ def accumulate(parts: Parts, step: int, batch: LoadedShare, lr: float) -> Tensor
         with parts.recorder.span("forward", "compute", step=step):
             loss = per_sample_loss(forward(parts, inputs), targets).sum()
         with parts.recorder.span("backward", "compute", step=step):
-            (loss / batch.share.global_count).backward()
+            (loss / agreement.settled().num_samples).backward()
         total += loss.detach()
     return total
 

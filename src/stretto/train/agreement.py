@@ -1,0 +1,70 @@
+"""One small sum a step, so that all ranks know the same of it: samples read, stop asked for.
+
+It starts when the share is loaded and is needed when backward begins, so that forward hides it.
+On a channel of its own it never comes between a strategy's messages.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stretto.comm.channel import Channel, Pending
+
+STOP_WORDS = ("TERM", "INT", "USR1", "USR2")
+"""Signals that ask a run to stop; a request is one of these words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks know of a step."""
+
+    num_samples: int
+    """Samples of this step over all ranks: those that could be read."""
+    stop: str = ""
+    """Who was asked to stop, and how, as words; empty when nobody was."""
+
+
+class Agreement:
+    """Asks all ranks once a step; `begin` and `settled` are called by every rank."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        asked: Callable[[], str | None] = lambda: None,
+        tell_step: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        self._channel = channel
+        self._asked = asked
+        self._tell_step = tell_step
+        self._pending: tuple[Tensor, Pending] | None = None
+        self._settled = Settled(0)
+
+    def begin(self, step: int, num_samples: int) -> None:
+        """Tell the others how many samples this rank read, and whether it was asked to stop."""
+        self._tell_step(step)
+        word = self._asked()
+        votes = [float(word == known) for known in STOP_WORDS]
+        mine = [num_samples, *votes, self._channel.rank if word else 0]
+        sums = torch.tensor(mine, dtype=torch.float64)
+        self._pending = (sums, self._channel.start_all_reduce(sums))
+
+    def settled(self) -> Settled:
+        """Return what the ranks agreed on; may be asked again."""
+        if self._pending is not None:
+            sums, pending = self._pending
+            pending.wait()
+            num_samples, *votes, ranks = (int(value) for value in sums.tolist())
+            self._settled = Settled(num_samples, _in_words(votes, ranks))
+            self._pending = None
+        return self._settled
+
+
+def _in_words(votes: list[int], ranks: int) -> str:
+    if not any(votes):
+        return ""
+    # The sum of the ranks names the one rank that was asked; of several it says nothing.
+    who = f"rank {ranks}" if sum(votes) == 1 else f"{sum(votes)} ranks"
+    words = " and ".join(word for word, count in zip(STOP_WORDS, votes, strict=True) if count)
+    return f"stopped by {words} to {who}"

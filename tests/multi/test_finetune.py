@@ -1,0 +1,97 @@
+"""Fine-tuning as real processes: another head and rate, a resumption without the source."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stretto.checkpoint import load_at
+from stretto.telemetry.events import RunStarted, from_record
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+RUN = """
+[run]
+threads = 1
+[data]
+samples = 60
+test_samples = 16
+size = 8
+[model]
+width = 4
+[optim]
+lr = 0.02
+[train]
+batch = 20
+steps = 2
+"""
+TUNED = ["run.name=tuned", "model.classes=3", "data.classes=3", "optim.lr=1e-9", "run.seed=5"]
+HEAD = 'init.fresh=["head.*"]'
+
+
+def stretto_train(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "stretto", "train", "run.toml", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def weights_of(folder, name):
+    _, state = load_at(folder / "runs" / name, log=pytest.fail)
+    return state.step, state.under("model")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder that holds a run of one rank and one of two that began with its weights."""
+    place = tmp_path_factory.mktemp("tuning")
+    (place / "run.toml").write_text(RUN)
+    done = stretto_train(place, "run.name=first")
+    assert done.returncode == 0, done.stderr
+    done = stretto_train(place, *TUNED, "init.checkpoint=runs/first", HEAD, "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_the_body_is_the_earlier_runs_and_the_head_is_new(folder):
+    (_, first), (step, tuned) = weights_of(folder, "first"), weights_of(folder, "tuned")
+    assert step == 2
+    for name in first:
+        if name.startswith("head."):
+            assert tuned[name].shape[0] == 3
+        else:  # the rate is so small that training hardly moved it
+            torch.testing.assert_close(tuned[name], first[name], rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_word_of_the_run_says_where_its_weights_are_from(folder):
+    lines = (folder / "runs" / "tuned" / "events.jsonl").read_text().splitlines()
+    started = from_record(json.loads(lines[0]))
+    assert isinstance(started, RunStarted)
+    assert started.note == ("weights from runs/first/checkpoints/step-00000002, 2 tensors fresh")
+
+
+def test_resumed_it_goes_on_with_its_own_weights_though_the_source_is_gone(folder, tmp_path):
+    shutil.copytree(folder / "runs" / "tuned", tmp_path / "runs" / "tuned")
+    shutil.copy(folder / "run.toml", tmp_path)
+    more = ["init.checkpoint=runs/first", HEAD, "train.steps=3", "--workers", "2", "--resume"]
+    done = stretto_train(tmp_path, *TUNED, *more)
+    assert done.returncode == 0, done.stderr
+    (_, before), (step, after) = weights_of(folder, "tuned"), weights_of(tmp_path, "tuned")
+    assert step == 3
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_does_not_fit_is_refused_before_any_rank_starts(folder):
+    more = ["run.name=refused", "model.classes=3", "data.classes=3", "init.checkpoint=runs/first"]
+    done = stretto_train(folder, *more, "--workers", "2")
+    assert done.returncode == 2
+    assert "head.weight is [3, 16] in the model, [8, 16] in the checkpoint" in done.stderr
+    assert HEAD in done.stderr
+    assert not (folder / "runs" / "refused").exists()

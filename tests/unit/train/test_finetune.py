@@ -1,0 +1,269 @@
+"""Beginning with an earlier run's weights: which are taken, what is refused, on every rank."""
+
+import re
+import shutil
+import tomllib
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from stretto.checkpoint import State, load_newest, save
+from stretto.cluster.world import Mesh, World
+from stretto.comm.local import run_local
+from stretto.config import load, to_toml
+from stretto.errors import ConfigError
+from stretto.run import RunConfig, assemble, digest, fixed_settings, flat_settings, prepare
+from stretto.train.finetune import InitConfig, check_init, take_over_, taken_names
+from stretto.train.loop import train
+from stretto.train.state import resume_state
+
+SETTINGS = [
+    "data.samples=24",
+    "data.test_samples=4",
+    "data.size=8",
+    "model.width=4",
+    "train.batch=12",
+    "train.steps=2",
+    "optim.lr=0.01",
+]
+NEW_HEAD = ["model.classes=3", "data.classes=3", "run.seed=9"]
+HEAD = 'init.fresh=["head.*"]'
+
+
+def parts_of(channel, folder, *settings, name="run"):
+    where = [f"run.folder={folder}", f"run.name={name}"]
+    loaded = load(RunConfig, None, [*SETTINGS, *where, *settings])
+    world = World(channel.rank, Mesh((channel.size,)))
+    prepared = prepare(loaded.config)
+    parts = assemble(loaded, prepared, world, channel, lambda event: None)
+    return loaded.config, parts
+
+
+def trained(channel, folder, *settings, name="run"):
+    _, parts = parts_of(channel, folder, *settings, name=name)
+    train(parts)
+    parts.strategy.close()
+    return parts
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """Return a run's folder that nobody may change, and its last weights."""
+    folder = tmp_path_factory.mktemp("earlier")
+    run_local(1, lambda c: trained(c, folder))
+    state = load_newest(folder / "run" / "checkpoints", log=pytest.fail)
+    return folder / "run", state.under("model")
+
+
+def begun(channel, folder, *settings):
+    """Return note and weights of a run that has taken over but not trained."""
+    config, parts = parts_of(channel, folder, *settings, name="tuned")
+    try:
+        start = take_over_(parts, config.init, log=pytest.fail)
+        return start.note, {k: v.clone() for k, v in parts.model.state_dict().items()}
+    finally:
+        parts.strategy.close()
+
+
+shapes = st.dictionaries(
+    st.sampled_from(["a.w", "a.b", "b.w", "b.c.w", "b.c.v", "head.w", "head.b", "w"]),
+    st.sampled_from([(1,), (2,), (2, 3)]),
+    max_size=8,
+)
+
+
+@given(model=shapes, stored=shapes)
+def test_a_refusal_names_the_very_line_that_lets_everything_that_fits_be_taken(model, stored):
+    fitting = [name for name in model if stored.get(name) == model[name]]
+    assume(fitting)
+    try:
+        taken = taken_names(model, stored, ())
+    except ConfigError as wrong:
+        line = tomllib.loads(re.search(r"init\.fresh=\[.*\]", str(wrong)).group())
+        taken = taken_names(model, stored, line["init"]["fresh"])
+    assert taken == fitting
+
+
+def test_a_refusal_names_both_shapes_and_keeps_what_was_fresh_already():
+    model = {"body.w": [2], "head.w": [3, 4], "head.b": [3], "extra": [1]}
+    stored = {"body.w": [2], "head.w": [8, 4], "head.b": [8], "old": [5]}
+    with pytest.raises(ConfigError) as refusal:
+        taken_names(model, stored, ["extra"])
+    assert str(refusal.value) == (
+        "head.w is [3, 4] in the model, [8, 4] in the checkpoint; "
+        "head.b is [3] in the model, [8] in the checkpoint; old [5] is not in the model; "
+        'to leave out what does not fit: init.fresh=["extra", "head.*", "old"]'
+    )
+
+
+def test_a_long_list_of_misfits_is_cut():
+    model = {"same": [1]} | {f"m{i}": [1] for i in range(9)}
+    with pytest.raises(ConfigError, match=r"m3 \[1\] is not in the checkpoint; and 5 more; to"):
+        taken_names(model, {"same": [1]}, ())
+
+
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name():
+    both = {"body.weight": [1], "head.weight": [2]}
+    with pytest.raises(ConfigError, match=r'"haed\.weight".*did you mean "head\.weight"'):
+        taken_names(both, both, ["haed.weight"])
+
+
+def test_the_checkpoint_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match="nothing is left"):
+        taken_names({"a": [1]}, {"b": [1]}, ())
+
+
+def test_patterns_that_leave_nothing_to_take_over_are_refused():
+    with pytest.raises(ConfigError, match="nothing is left"):
+        taken_names({"a": [1]}, {"a": [1]}, ["*"])
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/step-00000002"])
+def test_a_run_its_checkpoints_and_one_of_them_mean_the_same_weights(place, earlier, tmp_path):
+    run, weights = earlier
+    ((note, found),) = run_local(1, lambda c: begun(c, tmp_path, f"init.checkpoint={run / place}"))
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    assert note == f"weights from {run}/checkpoints/step-00000002, 0 tensors fresh"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_new_head_stays_fresh_and_the_rest_is_taken_over_on_every_rank(size, earlier, tmp_path):
+    run, weights = earlier
+    settings = [f"init.checkpoint={run}", HEAD, *NEW_HEAD]
+    begun_alike = run_local(size, lambda c: begun(c, tmp_path, *settings))
+    ((_, untouched),) = run_local(1, lambda c: begun(c, tmp_path, *NEW_HEAD))
+    for note, found in begun_alike:
+        assert note.endswith(", 2 tensors fresh")
+        for name, value in found.items():
+            expected = untouched if name.startswith("head.") else weights
+            assert torch.equal(value, expected[name]), name
+
+
+def test_only_rank_0_needs_to_reach_the_checkpoint(earlier, tmp_path):
+    run, weights = earlier
+
+    def on_rank(channel):
+        place = run if channel.rank == 0 else tmp_path / "not here"
+        return begun(channel, tmp_path, f"init.checkpoint={place}")
+
+    for _, found in run_local(2, on_rank):
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_every_rank_fails_with_the_reason_that_rank_0_found(earlier, tmp_path):
+    def on_rank(channel):
+        with pytest.raises(ConfigError) as refusal:
+            begun(channel, tmp_path, f"init.checkpoint={earlier[0]}", *NEW_HEAD)
+        return str(refusal.value)
+
+    reasons = run_local(2, on_rank)
+    assert len(set(reasons)) == 1
+    assert 'init.fresh=["head.*"]' in reasons[0]
+
+
+def test_a_checkpoint_that_is_not_there_is_named_with_its_key(tmp_path):
+    init = InitConfig(checkpoint=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"init\.checkpoint = .*none.* is not a folder"):
+        check_init(init, nn.Linear(2, 2), log=pytest.fail)
+
+
+def test_checking_before_the_start_changes_no_weight(earlier):
+    model = prepare(load(RunConfig, None, SETTINGS).config).model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_init(InitConfig(checkpoint=str(earlier[0])), model, log=pytest.fail)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+def saved_apart(folder, tokens, head):
+    tensors = {"model/tokens.weight": tokens, "model/head.weight": head}
+    save(folder / "checkpoints", State(1, tensors, {}), generation=0)
+    return str(folder)
+
+
+def test_two_values_for_one_tensor_are_refused(tmp_path):
+    place = saved_apart(tmp_path, torch.zeros(2, 2), torch.ones(2, 2))
+    with pytest.raises(ConfigError, match=r'one tensor in the model .* init\.fresh=\["head'):
+        check_init(InitConfig(checkpoint=place), Tied(), log=pytest.fail)
+    check_init(InitConfig(checkpoint=place, fresh=("head.*",)), Tied(), log=pytest.fail)
+
+
+def test_a_statistic_that_is_not_a_number_is_taken_over(tmp_path):
+    nan = torch.full((2, 2), float("nan"))
+    place = saved_apart(tmp_path, nan, torch.ones(2, 2))
+    model = nn.ModuleDict({n: nn.Linear(2, 2, bias=False) for n in ("tokens", "head")})
+    check_init(InitConfig(checkpoint=place), model, log=pytest.fail)
+
+
+def test_the_optimizer_and_the_step_are_the_new_runs_own(earlier, tmp_path):
+    def on_rank(channel):
+        config, parts = parts_of(channel, tmp_path, f"init.checkpoint={earlier[0]}", name="tuned")
+        take_over_(parts, config.init, log=pytest.fail)
+        assert not parts.optimizer.state
+        ended = train(parts)
+        parts.strategy.close()
+        return ended.step
+
+    assert run_local(1, on_rank) == [2]
+
+
+def test_a_resumed_run_does_not_ask_for_the_checkpoint_it_began_with(earlier, tmp_path):
+    source = shutil.copytree(earlier[0], tmp_path / "source")
+    settings = [f"init.checkpoint={source}", HEAD, *NEW_HEAD]
+
+    def on_rank(channel):
+        config, parts = parts_of(channel, tmp_path, *settings, name="tuned")
+        take_over_(parts, config.init, log=pytest.fail)
+        train(parts)
+        parts.strategy.close()
+        return parts
+
+    (before,) = run_local(1, on_rank)
+    shutil.rmtree(source)
+
+    def resumed(channel):
+        _, parts = parts_of(channel, tmp_path, *NEW_HEAD, name="tuned")
+        first = resume_state(parts, log=pytest.fail)
+        parts.strategy.close()
+        return first, parts
+
+    ((first, after),) = run_local(1, resumed)
+    assert first == 2
+    for name, value in before.model.state_dict().items():
+        assert torch.equal(after.model.state_dict()[name], value)
+
+
+def test_fresh_patterns_without_a_checkpoint_are_refused():
+    with pytest.raises(ConfigError, match="fresh without checkpoint"):
+        load(RunConfig, None, [HEAD])
+
+
+def test_new_tables_come_back_from_the_resolved_run_file(tmp_path):
+    settings = ["init.checkpoint=runs/a", HEAD, "train.early_stop.patience=3", "run.silence_s=5.5"]
+    loaded = load(RunConfig, None, [*settings, 'run.trackers=["wandb"]', "train.epoch_samples=7"])
+    (tmp_path / "resolved.toml").write_text(to_toml(loaded))
+    again = load(RunConfig, tmp_path / "resolved.toml")
+    assert again.config == loaded.config
+    assert digest(again.config) == digest(loaded.config)
+
+
+def test_what_makes_a_run_does_not_include_where_it_began_or_when_it_stops():
+    plain = load(RunConfig, None, [])
+    settings = ["init.checkpoint=a", "train.early_stop.patience=3", "train.epoch_samples=7"]
+    assert fixed_settings(load(RunConfig, None, settings)) == fixed_settings(plain)
+
+
+def test_flat_settings_name_every_setting_that_has_an_origin():
+    loaded = load(RunConfig, None, ["train.early_stop.patience=3", HEAD, "init.checkpoint=a"])
+    flat = flat_settings(loaded.config)
+    assert flat.keys() == loaded.origin.keys()
+    assert (flat["train.early_stop.patience"], flat["init.fresh"]) == (3, ["head.*"])
