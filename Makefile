@@ -17,7 +17,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,vision]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,vision,tensorboard,wandb,mlflow]'
 	@touch $@
 
 install: $(READY)

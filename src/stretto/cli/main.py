@@ -10,6 +10,11 @@ from stretto.errors import StrettoError
 VERBS = {
     "demo": ("stretto.cli.demo:demo", "Train the embedded default with 1 and 4 workers; report."),
     "train": ("stretto.cli.train:train", "Train a run file; under torchrun or a lab, join."),
+    "slurm": ("stretto.cli.slurm:slurm", "Write a run as a batch job for Slurm; submit it."),
+    "doctor": (
+        "stretto.cli.doctor:doctor",
+        "Check machine, launcher, peers, ports, disk, clocks and time-outs.",
+    ),
     "lab": ("stretto.cli.lab:lab", "Run a command on a cluster in a box with slow links."),
     "bench": ("stretto.cli.bench:bench", "Measure against the peer and the bound."),
 }

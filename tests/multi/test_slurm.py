@@ -1,0 +1,129 @@
+"""A batch job on a real Slurm: warned, preempted, queued again, and nothing lost."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from stretto.checkpoint import load_one
+from stretto.telemetry.events import RunEnded, RunStarted, StepDone
+from stretto.telemetry.sinks import read_events
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+STEPS = 150
+RUN = f"""
+[run]
+threads = 1
+trace = false
+[model]
+kind = "gpt"
+blocks = 2
+width = 64
+context = 32
+dropout = 0.1
+[data]
+kind = "text"
+path = "text.txt"
+context = 32
+[optim]
+kind = "adamw"
+warmup_steps = 5
+[train]
+batch = 24
+steps = {STEPS}
+log_every = 1
+eval_every = 1000
+save_every = 1000
+"""
+STRETTO = [sys.executable, "-m", "stretto"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("jobs")
+    (place / "run.toml").write_text(RUN)
+    lines = [f"{n} bottles stand on wall {n * n % 97}\n" for n in range(4000)]
+    (place / "text.txt").write_text("".join(lines))
+    return place
+
+
+def weights(folder, name):
+    return load_one(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08}").tensors
+
+
+@pytest.fixture(scope="module")
+def calm(folder):
+    """The final state of a run that nobody disturbed, started without Slurm."""
+    command = [*STRETTO, "train", "run.toml", "run.name=calm", "--workers", "4"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return weights(folder, "calm")
+
+
+def submit(folder, slurm, name):
+    command = [*STRETTO, "slurm", "run.toml", f"run.name={name}", "--nodes", "2"]
+    done = subprocess.run(
+        [*command, "--tasks-per-node", "2", "--time", "30", "--partition", "low", "--submit"],
+        cwd=folder,
+        env=slurm.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def events(folder, name):
+    path = folder / "runs" / name / "events.jsonl"
+    return read_events(path) if path.exists() else []
+
+
+def await_step(folder, slurm, name, job, step, timeout_s=90.0):
+    deadline_s = time.monotonic() + timeout_s
+    while max((e.step for e in events(folder, name) if isinstance(e, StepDone)), default=0) < step:
+        state = slurm.job(job)["JobState"]
+        assert time.monotonic() < deadline_s, f"job is {state}\n{told(folder, name)}"
+        time.sleep(0.1)
+
+
+def told(folder, name):
+    logs = sorted((folder / "runs" / name / "logs").glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in logs)
+
+
+def check_nothing_lost(folder, name, calm, *, told_by):
+    """The job was stopped and went on where it stopped; in the end nothing tells the difference."""
+    starts = [e for e in events(folder, name) if isinstance(e, RunStarted)]
+    stops = [e for e in events(folder, name) if isinstance(e, RunEnded) and e.again]
+    assert len(starts) == 2, told(folder, name)
+    assert told_by in stops[0].stopped
+    done = events(folder, name)
+    before = done[: done.index(starts[1])]
+    last = max(e.step for e in before if isinstance(e, StepDone))
+    resumed = int(starts[1].note.split()[-1])
+    assert last - resumed <= 1
+    assert 0 < resumed < STEPS
+    tensors = weights(folder, name)
+    assert tensors.keys() == calm.keys()
+    assert all(torch.equal(tensors[name], calm[name]) for name in calm)
+
+
+def test_a_job_that_is_warned_saves_and_goes_on_by_itself(folder, slurm, calm):
+    job = submit(folder, slurm, "warned")
+    await_step(folder, slurm, "warned", job, 5)
+    slurm.call("scancel", "--signal=USR1", job)
+    slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=150)
+    check_nothing_lost(folder, "warned", calm, told_by="USR1")
+    assert slurm.job(job)["Restarts"] == "1"
+
+
+def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(folder, slurm, calm):
+    job = submit(folder, slurm, "preempted")
+    await_step(folder, slurm, "preempted", job, 5)
+    slurm.call("sbatch", "-p", "high", "-N2", "-o", "/dev/null", "--wrap", "sleep 3")
+    slurm.wait_for(job, "PENDING", timeout_s=60)
+    slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=150)
+    check_nothing_lost(folder, "preempted", calm, told_by="TERM")
