@@ -1,5 +1,8 @@
 """Every error Stretto raises on purpose; each tells what, where, why and what to do."""
 
+STOPPED_EXIT_CODE = 75
+"""A run that was asked to stop, saved and ended: start it again and it goes on (EX_TEMPFAIL)."""
+
 
 class StrettoError(Exception):
     """A failure we understand: printed as one message, without a traceback."""

@@ -1,70 +1,57 @@
-"""Find the `World` in what the launcher left in the environment: torchrun's words, or nothing."""
+"""Find the `World` in what the launcher left in the environment.
+
+A launcher is known by its words. One may run inside another (torchrun in a Slurm job, mpirun
+through srun), and then the inner one started us: the table goes from the inside outwards.
+"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from stretto.cluster.world import Meeting, Mesh, World
-from stretto.errors import LaunchError
+from stretto.cluster import openmpi, slurm, torchrun
+from stretto.cluster.words import Environ, fair_threads
+from stretto.cluster.world import Mesh, World
 
 
-def detect(environ: Mapping[str, str] | None = None) -> World:
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A way to be started: the words that show it, and how they are read."""
+
+    name: str
+    marks: tuple[str, ...]
+    read: Callable[[Environ], World]
+
+
+LAUNCHERS = (
+    Launcher("torchrun", torchrun.MARKS, torchrun.read),
+    Launcher("openmpi", openmpi.MARKS, openmpi.read),
+    Launcher("slurm", slurm.MARKS, slurm.read),
+)
+
+
+def detect(environ: Environ | None = None) -> World:
     """Return who this process is; alone unless a launcher said otherwise.
 
     Raises:
         LaunchError: The variables are incomplete or contradict one another; it says which.
     """
     environ = os.environ if environ is None else environ
-    if "RANK" not in environ and "WORLD_SIZE" not in environ:
-        return World(0, Mesh((1,)), threads=fair_threads(1, environ))
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
-    if not 0 <= rank < size:
-        raise LaunchError(f"RANK={rank} does not fit WORLD_SIZE={size}: check the launcher")
-    if local_size < 1 or size % local_size:
-        raise LaunchError(
-            f"WORLD_SIZE={size} is not a multiple of LOCAL_WORLD_SIZE={local_size}: "
-            "every host must start the same number of ranks"
-        )
-    return World(
-        rank,
-        Mesh((local_size,) * (size // local_size)),
-        meeting=_meeting(environ),
-        interface=environ.get("STRETTO_INTERFACE") or environ.get("GLOO_SOCKET_IFNAME"),
-        threads=fair_threads(local_size, environ),
-        link_bits_per_s=_number(environ, "STRETTO_LAB_BITS_PER_S", 0) or None,
-        generation=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-        launcher=environ.get("STRETTO_LAUNCHER", "torchrun"),
-    )
+    for launcher in LAUNCHERS:
+        # Any of torchrun's two words is meant for us; of the others' it takes all.
+        present = [mark in environ for mark in launcher.marks]
+        if all(present) or (launcher.name == "torchrun" and any(present)):
+            return launcher.read(environ)
+    return World(0, Mesh((1,)), threads=fair_threads(1, environ))
 
 
-def fair_threads(local_size: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the CPU threads a rank should use: OMP_NUM_THREADS, or its share of the cores."""
+def explain(environ: Environ | None = None) -> str:
+    """Say which launcher was found and why, and which words of others were left aside."""
     environ = os.environ if environ is None else environ
-    chosen = environ.get("OMP_NUM_THREADS", "")
-    if chosen.isdigit() and int(chosen) > 0:
-        return int(chosen)
-    return max(1, len(os.sched_getaffinity(0)) // local_size)
-
-
-def _meeting(environ: Mapping[str, str]) -> Meeting:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if missing:
-        raise LaunchError(
-            f"RANK and WORLD_SIZE are set but not {' and '.join(missing)}: start with "
-            "`stretto train --workers N` or torchrun, or unset them to run alone"
-        )
-    agent_holds = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    port = _number(environ, "MASTER_PORT")
-    return Meeting(environ["MASTER_ADDR"], port, held_by_rank_0=not agent_holds)
-
-
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environ.get(name)
-    if text is None and default is not None:
-        return default
-    if text is None:
-        raise LaunchError(f"{name} is not set although other launcher variables are")
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(f"{name}={text!r} is not a whole number: check the launcher") from None
+    world = detect(environ)
+    also = [
+        launcher.name
+        for launcher in LAUNCHERS
+        if launcher.name != world.launcher and all(mark in environ for mark in launcher.marks)
+    ]
+    inside = f"; inside {' inside '.join(also)}" if also else ""
+    return f"{world.launcher}: {world.found_by}{inside}"

@@ -1,4 +1,4 @@
-"""Who am I, how many are we, and where do we meet."""
+"""Who am I, how many are we, where do we meet, and how does our launcher start us again."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the store listens, and whether it is for rank 0 to hold it."""
+    """Where the store listens, and whether it is for rank 0 to start it."""
 
     host: str
     port: int
@@ -44,17 +44,26 @@ class World:
 
     rank: int
     mesh: Mesh
+    """As far as the launcher told; `stretto.cluster.meet` learns the rest from the others."""
     meeting: Meeting | None = None
     """None when this process is the whole world."""
     interface: str | None = None
-    """Network interface to talk over; loopback when None."""
+    """Network interface to talk over; the one towards the meeting when None."""
     threads: int = 1
     """CPU threads that are this rank's fair share."""
     link_bits_per_s: int | None = None
     """Rate of a host's link, where the launcher knows it."""
     generation: int = 0
-    """Grows with each restart by the launcher; groups of different generations never meet."""
+    """How often the launcher has started us again; groups of different generations never meet."""
     launcher: str = "none"
+    found_by: str = "no launcher's variables are set"
+    """Which variables showed the launcher, for a person who wonders."""
+    host_name: str = ""
+    """What the launcher calls this host; ranks of one host give the same name."""
+    job: str = ""
+    """What the launcher calls this job, where it has a name: equal on all its ranks."""
+    ask_restart: tuple[str, ...] = ()
+    """Command that asks the launcher to start the job again; empty where a person has to."""
 
     @property
     def size(self) -> int:

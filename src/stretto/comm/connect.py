@@ -3,7 +3,7 @@
 from torch._C._distributed_c10d import PrefixStore
 
 from stretto.cluster.interface import interface_towards
-from stretto.cluster.store import join_store
+from stretto.cluster.meet import meet
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.comm.local import local_channels
@@ -17,11 +17,13 @@ def connect(world: World, timeout_s: float = 300.0, *, name: str = "train") -> C
     """
     if world.meeting is None:
         return local_channels(1)[0]
+    met = meet(world, timeout_s)
+    assert met.world.meeting is not None
     return open_channel(
-        PrefixStore(name, join_store(world, timeout_s)),
+        PrefixStore(name, met.store),
         rank=world.rank,
         members=range(world.size),
         generation=world.generation,
-        interface=world.interface or interface_towards(world.meeting.host),
+        interface=world.interface or interface_towards(met.world.meeting.host),
         timeout_s=timeout_s,
     )

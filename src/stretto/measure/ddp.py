@@ -7,7 +7,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.cluster.store import join_store
+from stretto.cluster.meet import meet
 from stretto.cluster.world import World
 
 BUCKET_CAPS_MB = (1, 2, 4, 8, 25)
@@ -18,7 +18,7 @@ class Peers:
     """The default process group, which borrowed engines need and nothing else here uses."""
 
     def __init__(self, world: World) -> None:
-        store = PrefixStore("peers", join_store(world))
+        store = PrefixStore("peers", meet(world).store)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
     def __enter__(self) -> Self:

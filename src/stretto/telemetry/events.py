@@ -66,8 +66,24 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class DataRead:
+    """What reading took since the last word of this kind, over all ranks."""
+
+    step: int
+    epoch: int
+    decoded: int
+    """Samples made from their files."""
+    cached: int
+    """Samples that an earlier epoch had left decoded."""
+    skipped: int
+    """Samples that could not be read; the steps went on without them."""
+    files: list[str]
+    """Each of them that had not been named before, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The last word of a run that came to its end by itself."""
+    """The last word of a run that came to its end by itself, or was asked to stop and saved."""
 
     step: int
     seconds: float
@@ -76,14 +92,19 @@ class RunEnded:
     samples_per_s: float
     scaling: dict[str, float] | None = None
     """Measured scaling by name (a speed-up, an efficiency), where there is something to compare."""
+    stopped: str = ""
+    """Why it ended before its last step; empty when it did not."""
+    again: bool = False
+    """It is to be started again, and will go on from what it saved."""
 
 
-Event = RunStarted | StepDone | EvalDone | CheckpointSaved | RunEnded
+Event = RunStarted | StepDone | EvalDone | DataRead | CheckpointSaved | RunEnded
 
 EVENTS: Mapping[str, type[Event]] = {
     "run_started": RunStarted,
     "step_done": StepDone,
     "eval_done": EvalDone,
+    "data_read": DataRead,
     "checkpoint_saved": CheckpointSaved,
     "run_ended": RunEnded,
 }

@@ -14,6 +14,7 @@ from rich.text import Text
 from stretto.telemetry import wording
 from stretto.telemetry.events import (
     CheckpointSaved,
+    DataRead,
     EvalDone,
     Event,
     RunEnded,
@@ -57,6 +58,9 @@ class LiveProgress:
                 self._draw_if_due()
             case EvalDone():
                 self._remarks["last evaluation"] = wording.evaluation(event)
+                self._draw()
+            case DataRead():
+                self._remarks["data"] = wording.reading(event)
                 self._draw()
             case CheckpointSaved():
                 self._remarks["last checkpoint"] = wording.checkpoint(event)

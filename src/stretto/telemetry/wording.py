@@ -5,6 +5,7 @@ import unicodedata
 
 from stretto.telemetry.events import (
     CheckpointSaved,
+    DataRead,
     EvalDone,
     Event,
     RunEnded,
@@ -33,6 +34,8 @@ def line(event: Event, *, steps: int = 0) -> str:
             return f"step {progress(event.step, steps)} | {speed(event)} | {shares(event)}"
         case EvalDone():
             return f"evaluation | {evaluation(event)}"
+        case DataRead():
+            return f"data | {reading(event)}"
         case CheckpointSaved():
             return f"checkpoint | {checkpoint(event)}"
         case RunEnded():
@@ -67,6 +70,17 @@ def evaluation(event: EvalDone) -> str:
     return f"step {event.step}, loss {event.loss:.4f}{_accuracy(event.accuracy)}"
 
 
+def reading(event: DataRead) -> str:
+    """Return where samples came from, and the first of those that could not be read."""
+    told = f"step {event.step}, {event.decoded:,} decoded, {event.cached:,} from the cache"
+    if event.skipped:
+        told += f", {event.skipped:,} skipped"
+    if event.files:
+        more = f" and {len(event.files) - 1:,} more" if len(event.files) > 1 else ""
+        told += f" ({printable(event.files[0])}{more})"
+    return told
+
+
 def checkpoint(event: CheckpointSaved) -> str:
     """Return which step is safe, and what it cost."""
     size = format_bytes(event.num_bytes)
@@ -97,10 +111,11 @@ def _ended(event: RunEnded) -> str:
     measured = (
         f" | {printable(name)} {value:.3g}" for name, value in (event.scaling or {}).items()
     )
+    stopped = f" | {printable(event.stopped)}" if event.stopped else ""
     return (
         f"ended after {counted(event.step, 'step')} in {duration(event.seconds)} | "
         f"loss {event.loss:.4f}{_accuracy(event.accuracy)} | "
-        f"{event.samples_per_s:,.0f} samples/s{''.join(measured)}"
+        f"{event.samples_per_s:,.0f} samples/s{''.join(measured)}{stopped}"
     )
 
 

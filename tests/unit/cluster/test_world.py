@@ -1,7 +1,11 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stretto.cluster.detect import detect, fair_threads
+from stretto.cluster.detect import detect, explain
 from stretto.cluster.interface import interface_towards
+from stretto.cluster.slurm import first_host, tasks_per_node
+from stretto.cluster.words import fair_threads
 from stretto.cluster.world import Mesh
 from stretto.errors import LaunchError
 
@@ -13,6 +17,29 @@ TORCHRUN = {
     "MASTER_ADDR": "198.18.0.9",
     "MASTER_PORT": "29500",
 }
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "77",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURMD_NODENAME": "n2",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "2951217152.0;tcp://198.18.0.7:38745",
+    "PMIX_NAMESPACE": "2951217153",
+}
+
+
+def changed(environ, change):
+    return {k: v for k, v in {**environ, **change}.items() if v is not None}
 
 
 def test_without_a_launcher_one_process_is_the_whole_world():
@@ -34,22 +61,113 @@ def test_a_store_held_by_the_launcher_is_only_joined():
 
 def test_each_restart_is_a_new_generation():
     assert detect({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"}).generation == 3
+    assert detect({**SLURM, "SLURM_RESTART_COUNT": "2"}).generation == 2
+
+
+def test_slurms_words_are_understood():
+    world = detect(SLURM)
+    assert (world.rank, world.mesh, world.host, world.local_rank) == (2, Mesh((2, 1)), 1, 0)
+    assert (world.meeting.host, world.meeting.held_by_rank_0) == ("n1", True)
+    assert world.ask_restart == ("scontrol", "requeue", "77")
+
+
+def test_all_tasks_of_a_step_meet_at_one_place():
+    first = changed(SLURM, {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURMD_NODENAME": "n1"})
+    assert detect(first).meeting == detect(SLURM).meeting
+
+
+def test_another_step_and_a_restart_of_the_job_meet_elsewhere():
+    changes = [{}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "78"}]
+    places = {detect({**SLURM, **change}).meeting for change in changes}
+    assert len(places) == len(changes)
+
+
+def test_a_place_that_a_person_names_is_where_ranks_meet():
+    named = {"MASTER_ADDR": "198.18.0.3", "MASTER_PORT": "4242"}
+    for environ in (SLURM, OPENMPI):
+        meeting = detect({**environ, **named}).meeting
+        assert (meeting.host, meeting.port) == ("198.18.0.3", 4242)
+
+
+def test_a_step_of_one_task_is_alone():
+    one = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    world = detect(changed({**SLURM, **one}, {"SLURM_NODEID": "0"}))
+    assert (world.size, world.meeting) == (1, None)
+
+
+def test_a_batch_script_is_not_a_rank():
+    script = changed(SLURM, {"SLURM_STEP_ID": None})
+    assert detect(script).launcher == "none"
+
+
+def test_threads_of_a_task_are_the_cpus_it_was_given():
+    assert detect({**SLURM, "SLURM_CPUS_PER_TASK": "6"}).threads == 6
+
+
+def test_open_mpis_words_are_understood():
+    world = detect(OPENMPI)
+    assert (world.rank, world.mesh, world.local_rank) == (3, Mesh((2, 2)), 1)
+    assert (world.meeting.host, world.meeting.held_by_rank_0) == ("198.18.0.7", True)
+
+
+def test_ranks_of_one_host_meet_on_loopback():
+    assert detect({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).meeting.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("environ", "launcher"),
     [
-        ({"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
-        ({"RANK": "one"}, "RANK='one' is not a whole number"),
-        ({"LOCAL_WORLD_SIZE": "3"}, "not a multiple of LOCAL_WORLD_SIZE=3"),
-        ({"MASTER_PORT": None}, "not MASTER_PORT"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({**SLURM, **OPENMPI, **TORCHRUN}, "torchrun"),
+        ({**SLURM, **OPENMPI}, "openmpi"),
+        (SLURM, "slurm"),
     ],
 )
-def test_contradictions_are_named(change, words):
-    environ = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
+def test_of_launchers_inside_one_another_the_innermost_started_us(environ, launcher):
+    assert detect(environ).launcher == launcher
+    assert explain(environ).startswith(f"{launcher}: ")
+
+
+@pytest.mark.parametrize(
+    ("environ", "change", "words"),
+    [
+        (TORCHRUN, {"RANK": "8"}, "RANK=8 does not fit WORLD_SIZE=8"),
+        (TORCHRUN, {"RANK": "one"}, "RANK='one' is not a whole number"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 does not fit WORLD_SIZE=8"),
+        (TORCHRUN, {"MASTER_PORT": None}, "not MASTER_PORT"),
+        (TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+        (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        (SLURM, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3 does not fit SLURM_STEP_NUM_TASKS=3"),
+        (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "2,2"}, "are 4 tasks, but SLURM_STEP_NUM_TASKS=3"),
+        (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is not a list of counts"),
+        (SLURM, {"SLURM_LOCALID": "1"}, "--distribution=block"),
+        (OPENMPI, {"OMPI_COMM_WORLD_RANK": "4"}, "does not fit OMPI_COMM_WORLD_SIZE=4"),
+        (OPENMPI, {"OMPI_MCA_orte_hnp_uri": None}, "mpirun -x MASTER_ADDR=HOST"),
+        (OPENMPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "LOCAL_SIZE=5 does not fit"),
+    ],
+)
+def test_contradictions_are_named(environ, change, words):
     with pytest.raises(LaunchError, match=words):
-        detect(environ)
+        detect(changed(environ, change))
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
+def test_slurms_counts_read_back_as_they_are_written(groups):
+    text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else f"{tasks}" for tasks, nodes in groups)
+    assert list(tasks_per_node(text)) == [tasks for tasks, nodes in groups for _ in range(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[003-005,9],x", "gpu003"),
+        ("a7,b[1-2]", "a7"),
+        ("rack[2,4]n[03-04]-ib", "rack2n03-ib"),
+    ],
+)
+def test_the_first_node_of_a_list_is_found(nodes, first):
+    assert first_host(nodes) == first
 
 
 def test_threads_are_what_was_asked_for_or_a_fair_share():

@@ -21,7 +21,7 @@ StoreCommand = Callable[[str], list[str]]
 
 def store_command(host: str) -> list[str]:
     """Return the command of our own store."""
-    return [sys.executable, "-m", "stretto.launch.store", "--host", host, "--port", "0"]
+    return [sys.executable, "-m", "stretto.cluster.serve", "--host", host, "--port", "0"]
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""The roll call: every rank says who it is, rank 0 compares, all learn the mesh or what disagrees.
+
+Launchers tell a rank its own number; how many ranks the other hosts have, and whether everybody
+was started as part of the same job, only the ranks themselves can find out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import groupby
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from stretto.cluster.address import with_address
+from stretto.cluster.store import join_store
+from stretto.cluster.world import Mesh, World
+from stretto.errors import LaunchError
+
+_OPENING_S = 5.0
+"""How long after one missing rank is found the others are waited for, to name all that miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a rank says of itself at the roll call."""
+
+    rank: int
+    size: int
+    host_name: str
+    local_rank: int
+    launcher: str
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A rank after the roll call: its world, with the mesh as it is, and its store."""
+
+    world: World
+    store: Store
+
+
+_met: dict[World, Met] = {}
+"""A process meets once in a world, however many channels it opens there."""
+
+
+def meet(world: World, timeout_s: float = 300.0) -> Met:
+    """Join the others; return with all of them, or say who misses or disagrees.
+
+    Raises:
+        LaunchError: Ranks are missing, or were started as parts of different jobs.
+    """
+    if world not in _met:
+        met = _meet(with_address(world), timeout_s)
+        _met[world] = _met[met.world] = met
+    return _met[world]
+
+
+def _meet(world: World, timeout_s: float) -> Met:
+    store = join_store(world, timeout_s)
+    if world.meeting is None:
+        return Met(world, store)
+    room = PrefixStore(f"meet/{world.generation}", store)
+    room.set(f"card/{world.rank}", json.dumps(asdict(card_of(world))))
+    if world.rank == 0:
+        room.set("mesh", _answer(room, world, timeout_s))
+    where = f"{world.meeting.host}:{world.meeting.port}"
+    answer = json.loads(_wait(room, "mesh", timeout_s + 2 * _OPENING_S, where))
+    if "wrong" in answer:
+        raise LaunchError(answer["wrong"])
+    return Met(replace(world, mesh=Mesh(tuple(answer["mesh"]))), store)
+
+
+def card_of(world: World) -> Card:
+    """Return what this rank says."""
+    return Card(
+        world.rank, world.size, world.host_name, world.local_rank, world.launcher, world.job
+    )
+
+
+def settle_mesh(cards: Sequence[Card]) -> Mesh:
+    """Return the mesh that the cards of all ranks, in order, describe.
+
+    Raises:
+        LaunchError: Two cards disagree; it names them.
+    """
+    first = cards[0]
+    for card in cards[1:]:
+        for field in ("size", "launcher", "job"):
+            mine, theirs = getattr(first, field), getattr(card, field)
+            if mine != theirs:
+                raise LaunchError(
+                    f"rank 0 and rank {card.rank} were started differently: {field} {mine!r} and "
+                    f"{theirs!r}; is an older job still running at this meeting point? another "
+                    "MASTER_PORT keeps them apart"
+                )
+    runs = [(name, len(list(run))) for name, run in groupby(cards, key=lambda card: card.host_name)]
+    if len({name for name, _ in runs}) < len(runs):
+        names = [card.host_name for card in cards]
+        twice = next(name for name in names if sum(run == name for run, _ in runs) > 1)
+        raise LaunchError(
+            f"ranks of host {twice!r} are not numbered one after another: start ranks host after "
+            "host (mpirun --map-by slot, srun --distribution=block)"
+        )
+    return Mesh(tuple(count for _, count in runs))
+
+
+def _answer(room: Store, world: World, timeout_s: float) -> str:
+    """Rank 0: take all cards; return the mesh, or what is wrong, for everybody."""
+    try:
+        mesh = settle_mesh(_take_cards(room, world.size, timeout_s))
+    except LaunchError as wrong:
+        return json.dumps({"wrong": str(wrong)})
+    return json.dumps({"mesh": mesh.ranks_per_host})
+
+
+def _take_cards(room: Store, size: int, timeout_s: float) -> list[Card]:
+    missing: list[int] = []
+    cards: list[Card] = []
+    for rank in range(size):
+        patience_s = _OPENING_S if missing else timeout_s
+        try:
+            room.wait([f"card/{rank}"], timedelta(seconds=patience_s))
+        except RuntimeError:
+            missing.append(rank)
+            continue
+        cards.append(_card(json.loads(room.get(f"card/{rank}"))))
+    if missing:
+        raise LaunchError(
+            f"{ranks_in_words(missing)} of {size} did not come to the meeting within "
+            f"{timeout_s:g} s: look into their logs, or run `stretto doctor` the same way"
+        )
+    return cards
+
+
+def _card(fields: Mapping[str, object]) -> Card:
+    return Card(**fields)  # type: ignore[arg-type]  # written by the same code, checked by use
+
+
+def _wait(room: Store, key: str, timeout_s: float, where: str) -> bytes:
+    try:
+        room.wait([key], timedelta(seconds=timeout_s))
+        answer: bytes = room.get(key)
+    except RuntimeError as failure:
+        raise LaunchError(
+            f"rank 0 did not answer the roll call at {where} within {timeout_s:g} s: look into its "
+            "log, or run `stretto doctor` the same way"
+        ) from failure
+    return answer
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ``rank 2`` or ``ranks 1-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
