@@ -137,7 +137,8 @@ def fixed_settings(loaded: Loaded[RunConfig]) -> dict[str, object]:
     weights it began with, since the checkpoint has its own.
     """
     whole = loaded.config.model_dump(mode="json")
-    free = {"data.path", "optim.lr", "optim.warmup_steps", "optim.decay"}
+    free = {"data.path", "data.decoders", "data.bad_limit", "optim.lr", "optim.warmup_steps"}
+    free |= {"data.cache", "data.cache_size", "data.cache_folder", "optim.decay"}
     fixed = {"run.seed": whole["run"]["seed"], "train.batch": whole["train"]["batch"]}
     for table in ("model", "data", "optim"):
         fixed |= {f"{table}.{key}": value for key, value in whole[table].items()}
@@ -179,7 +180,14 @@ def assemble(
 
 
 def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
-    inputs, targets = source.batch(np.arange(min(source.num_samples, 64)))
+    # From the whole of the data: where samples are sorted by class, all classes should show.
+    trial = np.linspace(0, source.num_samples - 1, min(source.num_samples, 64)).astype(np.int64)
+    inputs, targets = source.batch(trial)
+    if not len(inputs):
+        raise ConfigError(
+            f"data.kind = {config.data.kind!r}: of {len(trial)} samples tried none could be read: "
+            f"{source.take_account().skipped[0].reason}"
+        )
     model.eval()
     try:
         # Seeded: a model may draw weights when it first sees data.

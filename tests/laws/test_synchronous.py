@@ -14,9 +14,11 @@ from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.local import run_local
 from stretto.data.loader import Prefetch
 from stretto.data.order import step_share
+from stretto.data.source import SelfContained
 from stretto.model.loss import per_sample_loss
 from stretto.strategy import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
+from stretto.train.agreement import Agreement
 from stretto.train.config import TrainConfig
 from stretto.train.parts import Parts
 from stretto.train.step import accumulate, shares, update
@@ -25,8 +27,10 @@ STEPS = 10
 _BUILDING = threading.Lock()
 
 
-class Points:
+class Points(SelfContained):
     """A small classification task in float64."""
+
+    fingerprint = "points"
 
     def __init__(self, num_samples: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -34,9 +38,16 @@ class Points:
         self._x = torch.randn(num_samples, 6, dtype=torch.float64, generator=generator)
         self._y = (self._x[:, 0] * self._x[:, 1] > 0).long()
 
-    def batch(self, indices):
+    def batch(self, indices, epoch=0):
         picked = torch.from_numpy(np.asarray(indices))
         return self._x[picked], self._y[picked]
+
+
+class Holes(Points):
+    """The same, but a third of the samples cannot be read."""
+
+    def batch(self, indices, epoch=0):
+        return super().batch(indices[indices % 3 > 0])
 
 
 class Sometimes(nn.Module):
@@ -78,7 +89,16 @@ def built(make) -> nn.Module:
 
 
 def run_rank(
-    channel, *, make, algorithm, batch, num_samples, accumulation, wire="own", clip_norm=None
+    channel,
+    *,
+    make,
+    algorithm,
+    batch,
+    num_samples,
+    accumulation,
+    wire="own",
+    clip_norm=None,
+    data=Points,
 ):
     """Train as the loop does, and return the parameters by name."""
     strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=200, wire=wire), channel)
@@ -96,15 +116,16 @@ def run_rank(
         model=model,
         optimizer=optimizer,
         strategy=strategy,
-        source=Points(num_samples),
+        source=data(num_samples),
         test_source=Points(1),
         rate_at=lambda step: 0.1 / (1 + step),
         report=lambda event: None,
         recorder=Recorder(channel.rank),
     )
+    agreement = Agreement(channel)
     with Prefetch(parts.source, shares(parts, 0)) as batches:
         for step, loaded in enumerate(batches):
-            accumulate(parts, step, loaded, parts.rate_at(step))
+            accumulate(parts, step, loaded, parts.rate_at(step), agreement)
             agreed = strategy.after_backward()
             update(parts, step, agreed)
             strategy.after_update()
@@ -112,9 +133,9 @@ def run_rank(
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def on_one_rank(*, make, batch, num_samples, clip_norm=None):
+def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points):
     """Plain PyTorch: whole batches, no strategy, no library of ours but the order of samples."""
-    model, source = built(make), Points(num_samples)
+    model, source = built(make), data(num_samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     per_epoch = -(-num_samples // batch)
     for step in range(STEPS):
@@ -169,6 +190,15 @@ def test_ranks_without_samples_change_nothing(algorithm):
         5, lambda channel: run_rank(channel, algorithm=algorithm, accumulation=2, **case)
     )
     assert_equal_models(models[3], on_one_rank(**case))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_samples_that_cannot_be_read_are_as_if_they_had_never_been(size):
+    case = {"make": plain, "batch": 12, "num_samples": 45, "data": Holes}
+    models = run_local(
+        size, lambda channel: run_rank(channel, algorithm="ring", accumulation=2, **case)
+    )
+    assert_equal_models(models[0], on_one_rank(**case))
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)

@@ -27,11 +27,14 @@ class LoadedShare:
 
 
 class Prefetch:
-    """Shares in order, up to ``depth`` of them loaded ahead.
+    """Shares in order, up to ``depth`` of them loaded ahead, but never across the end of a pass.
 
-    The thread is one worker of an executor, so an error in the source or in the iterator of
-    shares comes out of ``next``, at the share it belongs to, and ends the iteration. Use it in
-    a ``with`` block: the thread ends with the block, however the block ends.
+    When a rank asks for the first share of a pass, all ranks have read all of the pass before:
+    what they decoded then is in the cache they share.
+
+    The thread is one worker of an executor, so an error in the source comes out of ``next``, at
+    the share it belongs to, and ends the iteration; so does an error of the iterator of shares.
+    Use it in a ``with`` block: the thread ends with the block, however the block ends.
     """
 
     def __init__(self, source: Source, shares: Iterable[Share], *, depth: int = 2) -> None:
@@ -39,16 +42,22 @@ class Prefetch:
             raise ConfigError(f"cannot load {depth} shares ahead; depth must be at least 1")
         self._source = source
         self._shares = iter(shares)
+        self._depth = depth
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-data")
-        self._ahead: deque[Future[_Loaded | None]] = deque()
-        for _ in range(depth):
-            self._load_one_more()
+        self._ahead: deque[Future[_Loaded]] = deque()
+        self._kept: Share | None = None
+        self._epoch: int | None = None
+        """Of the share that was given to the thread last."""
+        self._load_ahead()
 
     def __iter__(self) -> Iterator[LoadedShare]:
         return self
 
     def __next__(self) -> LoadedShare:
+        if self._kept is not None and not self._ahead:
+            self._load(self._kept)
         if not self._ahead:
+            self.close()
             raise StopIteration
         asked_s = time.perf_counter()
         try:
@@ -57,15 +66,13 @@ class Prefetch:
             self.close()
             raise
         wait_s = time.perf_counter() - asked_s
-        if loaded is None:
-            self.close()
-            raise StopIteration
-        self._load_one_more()
+        self._load_ahead()
         return LoadedShare(*loaded, wait_s)
 
     def close(self) -> None:
         """Stop loading and join the thread; what was loaded ahead is dropped."""
         self._ahead.clear()
+        self._kept, self._shares = None, iter(())
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -79,14 +86,35 @@ class Prefetch:
     ) -> None:
         self.close()
 
-    def _load_one_more(self) -> None:
-        self._ahead.append(self._pool.submit(_load_next, self._source, self._shares))
+    def _load_ahead(self) -> None:
+        """Give the thread work up to ``depth``, or to the end of the pass."""
+        while self._kept is None and len(self._ahead) < self._depth:
+            try:
+                share = next(self._shares)
+            except StopIteration:
+                return
+            except Exception as wrong:  # noqa: BLE001 - comes out where its share would have
+                self._shares = iter(())
+                self._ahead.append(_failed(wrong))
+                return
+            if self._epoch in (None, share.epoch):
+                self._load(share)
+            else:
+                self._kept = share
+
+    def _load(self, share: Share) -> None:
+        self._kept, self._epoch = None, share.epoch
+        self._ahead.append(self._pool.submit(_load, self._source, share))
 
 
 _Loaded = tuple[Share, Tensor, Tensor]
 
 
-def _load_next(source: Source, shares: Iterator[Share]) -> _Loaded | None:
-    """Run in the thread, the only place where ``shares`` is advanced; None at its end."""
-    share = next(shares, None)
-    return None if share is None else (share, *source.batch(share.samples))
+def _load(source: Source, share: Share) -> _Loaded:
+    return (share, *source.batch(share.samples, share.epoch))
+
+
+def _failed(wrong: Exception) -> "Future[_Loaded]":
+    future: Future[_Loaded] = Future()
+    future.set_exception(wrong)
+    return future

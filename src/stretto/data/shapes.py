@@ -17,6 +17,7 @@ from torch import Tensor
 from stretto.config import Config
 from stretto.data.hashing import GOLDEN, U64, counters, derive_key, mix64, uniforms
 from stretto.data.outlines import F32, OUTLINES
+from stretto.data.source import SelfContained
 
 _FIGURES = tuple(OUTLINES.values())
 _BLOCK_PIXELS = 1 << 15
@@ -44,11 +45,12 @@ class ShapesConfig(Config):
     """Another seed is another data set."""
 
 
-class Shapes:
+class Shapes(SelfContained):
     """The images of one split, rendered when asked for."""
 
     def __init__(self, config: ShapesConfig, *, train: bool) -> None:
         self.num_samples = config.samples if train else config.test_samples
+        self.fingerprint = f"{config.model_dump_json()} {'train' if train else 'test'}"
         self._size = config.size
         self._classes = config.classes
         self._key = derive_key(config.seed, int(train))
@@ -59,8 +61,11 @@ class Shapes:
         # Uniform on [-1, 1) has a standard deviation of 1/sqrt(3); 16 bits make one number.
         self._noise_scale = np.float32(config.noise * 3**0.5 / 2**15)
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return images [B, 3, size, size] in float32, roughly zero-mean, and classes [B]."""
+    def batch(self, indices: NDArray[np.int64], epoch: int = 0) -> tuple[Tensor, Tensor]:
+        """Return images [B, 3, size, size] in float32, roughly zero-mean, and classes [B].
+
+        They are the same in every epoch.
+        """
         keys = mix64(self._key + GOLDEN * indices.astype(np.uint64))
         draws = uniforms(mix64(keys[:, None] + counters(0, _NUM_DRAWS)))
         labels = (draws[:, 0] * self._classes).astype(np.int64)

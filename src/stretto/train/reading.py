@@ -17,6 +17,8 @@ class Reading:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        for source in (parts.source, parts.test_source):
+            source.take_account()  # a trial of the model has read something before
         self._named: set[str] = set()
 
     def account(self, done: int) -> DataRead | None:

@@ -17,9 +17,11 @@ class Counting:
     def __init__(self, fail_at=None):
         self.made = threading.Semaphore(0)
         self.count = 0
+        self.epochs = []
         self.fail_at = fail_at
 
-    def batch(self, indices):
+    def batch(self, indices, epoch=0):
+        self.epochs.append(epoch)
         if self.fail_at in indices:
             raise OSError(f"disk trouble at {self.fail_at}")
         self.count += 1
@@ -45,6 +47,24 @@ def test_shares_come_in_order_with_their_tensors():
     assert [item.targets.tolist() for item in got] == [[-i, -i - 50] for i in range(7)]
 
 
+def test_the_source_is_told_the_epoch_of_each_share():
+    source = Counting()
+    with Prefetch(source, [Share(np.arange(2), 2, epoch) for epoch in (4, 4, 5)]) as loaded:
+        list(loaded)
+    assert source.epochs == [4, 4, 5]
+
+
+def test_nothing_of_the_next_pass_is_read_before_this_one_is_over():
+    source = Counting()
+    passes = [Share(np.arange(2), 2, epoch) for epoch in (0, 0, 1, 1, 2)]
+    seen = []
+    with Prefetch(source, passes) as loaded:
+        for item in loaded:
+            seen.append(item.share.epoch)
+            assert max(source.epochs) == item.share.epoch
+    assert seen == [0, 0, 1, 1, 2]
+
+
 def test_the_next_batch_is_made_before_it_is_asked_for():
     source = Counting()
     with Prefetch(source, shares(5)) as loaded:
@@ -68,9 +88,9 @@ def test_waiting_is_measured():
     source, gate = Counting(), threading.Event()
     unhindered = source.batch
 
-    def gated(indices):
+    def gated(indices, epoch):
         gate.wait(10)
-        return unhindered(indices)
+        return unhindered(indices, epoch)
 
     source.batch = gated
     with Prefetch(source, shares(1)) as loaded:

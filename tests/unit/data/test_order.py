@@ -90,6 +90,11 @@ def test_a_ragged_last_step_counts_what_is_left_and_may_leave_a_rank_empty():
     assert [s.global_count for s in shares] == [2] * 4
 
 
+def test_a_share_knows_its_epoch():
+    share = step_share(0, batch=8, rank=0, size=1, num_samples=18, seed=0, epoch=5)
+    assert share.epoch == 5
+
+
 def test_a_step_after_the_end_of_the_epoch_is_empty():
     share = step_share(5, batch=8, rank=0, size=1, num_samples=18, seed=0, epoch=0)
     assert share.samples.size == share.global_count == 0

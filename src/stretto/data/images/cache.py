@@ -1,0 +1,163 @@
+"""Decoded images of one split, in a mapped file that all ranks of a host share.
+
+Row i holds image i and a digest of it, written after the image and checked on every use: a row
+that is absent, half written or damaged is decoded anew. Nobody is in charge: whoever opens the
+file first makes room in it, under a lock, and rows that two ranks write are the same bytes.
+"""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import psutil
+import xxhash
+from numpy.typing import NDArray
+
+from stretto.errors import ConfigError
+from stretto.units import format_bytes
+
+DEFAULT_BYTES = 2 * 10**9
+_SHARED_MEMORY = Path("/dev/shm")
+_LESS_MEMORY = 'lower data.cache_size or set data.cache to "file" or "none"'
+_ANOTHER_FOLDER = "set data.cache_folder to a folder on a disk of this host that can be written to"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How much a cache should hold."""
+
+    side: int
+    """Pixels along each edge of an image."""
+    num_samples: int
+    fraction: float
+    """This split's part of what all splits may take."""
+    limit: int | None
+    """Bytes that all splits may take; None takes what is sensible here."""
+
+    @property
+    def row_dtype(self) -> np.dtype[np.void]:
+        """One row of the file."""
+        return np.dtype([("digest", "<u8"), ("pixels", "u1", (self.side, self.side, 3))])
+
+
+class Cache:
+    """Rows for samples 0 to ``capacity`` - 1; the others are never kept."""
+
+    def __init__(self, rows: NDArray[np.void]) -> None:
+        self.capacity = len(rows)
+        self._digests: NDArray[np.uint64] = rows["digest"]
+        self._pixels: NDArray[np.uint8] = rows["pixels"]
+
+    def read(self, indices: NDArray[np.int64], into: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Copy the images that are here to their places in ``into``; return which these are."""
+        found = np.zeros(len(indices), dtype=np.bool_)
+        for place in np.flatnonzero(indices < self.capacity):
+            index = int(indices[place])
+            if digest := int(self._digests[index]):
+                # Copied, then checked: somebody may be writing the row at this moment.
+                into[place] = self._pixels[index]
+                found[place] = digest == _digest(into[place], index)
+        return found
+
+    def write(self, index: int, image: NDArray[np.uint8]) -> None:
+        """Keep ``image``, if there is a row for it."""
+        if index < self.capacity:
+            self._pixels[index] = image
+            self._digests[index] = _digest(image, index)
+
+
+def open_in_memory(name: str, demand: Demand, meet: Callable[[], None]) -> Cache:
+    """Return a cache in memory, the same for all who give this ``name`` and ``meet`` here.
+
+    The file has lost its name before anything is in it: a run that is killed, at whatever moment,
+    leaves at most an empty file behind.
+    """
+    has_memory = os.access(_SHARED_MEMORY, os.W_OK)
+    folder = _SHARED_MEMORY if has_memory else Path(tempfile.gettempdir())
+    path = folder / f"stretto-{name}"
+    with _refused(f"data.cache = 'memory': cannot make room in {folder}", _LESS_MEMORY):
+        file = _open(path)
+    with file:
+        try:
+            meet()
+        finally:
+            path.unlink(missing_ok=True)
+        with _refused(f"data.cache = 'memory': cannot make room in {folder}", _LESS_MEMORY):
+            return _map(file, folder, demand)
+
+
+def open_in_folder(folder: Path, prefix: str, version: str, demand: Demand) -> Cache:
+    """Return the cache that is kept in ``folder``; one of another version gives way to it."""
+    limit = "free" if demand.limit is None else str(demand.limit)
+    path = folder / f"{prefix}-{version}-{limit}"
+    with _refused(f"data.cache = 'file': cannot keep images in {folder}", _ANOTHER_FOLDER):
+        folder.mkdir(parents=True, exist_ok=True)
+        for outdated in folder.glob(f"{prefix}-*"):
+            if outdated != path:
+                outdated.unlink(missing_ok=True)
+        with _open(path) as file:
+            return _map(file, folder, demand)
+
+
+@contextmanager
+def _refused(what: str, advice: str) -> Iterator[None]:
+    """Turn an error of the file system into one that names the setting."""
+    try:
+        yield
+    except OSError as wrong:
+        raise ConfigError(f"{what}: {wrong.strerror}; {advice}") from wrong
+
+
+def _open(path: Path) -> BinaryIO:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "r+b")
+
+
+def _map(file: BinaryIO, folder: Path, demand: Demand) -> Cache:
+    dtype = demand.row_dtype
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        _make_room(file.fileno(), folder, demand)
+    finally:
+        # Not left to the end of the file: the mapping keeps it open, and so would the lock.
+        fcntl.flock(file, fcntl.LOCK_UN)
+    capacity = os.fstat(file.fileno()).st_size // dtype.itemsize
+    if not capacity:  # nothing can be mapped
+        return Cache(np.empty(0, dtype))
+    rows = np.memmap(file, dtype, "r+", shape=(min(capacity, demand.num_samples),))
+    return Cache(rows.view(np.ndarray))
+
+
+def _make_room(file: int, folder: Path, demand: Demand) -> None:
+    """Reserve the file's bytes: a full disk must show now, not as a crash at the first write."""
+    has = os.fstat(file).st_size
+    room = has + _free_bytes(file, folder)
+    limit = min(DEFAULT_BYTES, room // 2) if demand.limit is None else demand.limit
+    row = demand.row_dtype.itemsize
+    wanted = min(demand.num_samples, int(limit * demand.fraction) // row) * row
+    if wanted > room:
+        raise ConfigError(
+            f"data.cache_size = {format_bytes(limit)}: {folder} has room for "
+            f"{format_bytes(room)}, and {format_bytes(wanted)} would be needed; lower it"
+        )
+    if wanted > has:
+        os.posix_fallocate(file, 0, wanted)
+
+
+def _free_bytes(file: int, folder: Path) -> int:
+    found = os.fstatvfs(file)
+    free = found.f_bavail * found.f_frsize
+    if folder == _SHARED_MEMORY:  # it may promise more than the memory there is
+        free = min(free, int(psutil.virtual_memory().available))
+    return free
+
+
+def _digest(image: NDArray[np.uint8], index: int) -> int:
+    # The index is in it, so that a row is no other row's; 0 is kept for "absent".
+    return xxhash.xxh3_64_intdigest(image.data, seed=index) or 1

@@ -1,0 +1,65 @@
+"""The settings of image folders."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.config import Config
+from stretto.units import Bytes
+
+
+class ImagesConfig(Config):
+    """The ``[data]`` table of a run whose ``kind`` is ``"images"``."""
+
+    kind: Literal["images"] = "images"
+    path: str
+    """Folder with ``train/CLASS/*.jpg`` and ``test/CLASS/*.jpg`` or ``val/CLASS/*.jpg``; a
+    relative path counts from the working directory."""
+    size: int = Field(default=224, ge=8)
+    """Height and width in pixels of what the model sees."""
+    store: int | None = Field(default=None, ge=8)
+    """Side of the square that is decoded and cached per image, before augmentation; 8/7 of size
+    for augment "crop" (256 for 224) and size for the others when not set."""
+    augment: Literal["none", "flip", "pad_crop", "crop"] = "crop"
+    """What training does to a sample, anew each epoch. "flip": mirrored or not; "crop": a random
+    square of the stored one, and flip; "pad_crop": the same after reflecting size/8 pixels
+    outwards at each edge, as is usual for CIFAR. Evaluation takes the centre, always."""
+    seed: int = 0
+    """Another seed draws other crops and flips."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Red, green and blue that become 0, as shares of full brightness; ImageNet's by default."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """What red, green and blue are divided by afterwards; ImageNet's by default."""
+    decoders: int | None = Field(default=None, ge=1, le=64)
+    """Decoder processes per rank; this rank's share of the host's cores when not set, 8 at most."""
+    cache: Literal["none", "memory", "file"] = "memory"
+    """Where decoded images are kept for later epochs, once for all ranks of a host. "memory" ends
+    with the run; "file" stays in cache_folder for the next one."""
+    cache_size: Bytes | None = Field(default=None, ge=1)
+    """Most that the cached images of one host may take, training and evaluation together; 2GB,
+    or half of what is free if that is less, when not set. Samples beyond it are decoded anew."""
+    cache_folder: str | None = None
+    """Where cache = "file" keeps its files, one per split and host; ``PATH/.stretto-cache`` when
+    not set. A file for other settings or other images is replaced."""
+    max_pixels: int = Field(default=100_000_000, ge=1)
+    """Width times height above which a file counts as bad; its pixels are not decoded."""
+    bad_limit: float = Field(default=0.1, ge=0, le=1)
+    """Largest share of bad samples with which the run goes on."""
+
+    @property
+    def side(self) -> int:
+        """Pixels along each edge of the square that is kept per image."""
+        if self.store is not None:
+            return self.store
+        return -(-self.size * 8 // 7) if self.augment == "crop" else self.size
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.side < self.size:
+            raise ValueError(
+                f"store = {self.store} is less than size = {self.size}: "
+                "what is kept must be at least as large as what the model sees"
+            )
+        if min(self.std) <= 0:
+            raise ValueError(f"std = {list(self.std)}: expected three numbers above 0")
+        return self

@@ -1,0 +1,178 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stretto.data.images import cache as module
+from stretto.data.images.cache import Demand, open_in_folder, open_in_memory
+from stretto.errors import ConfigError
+
+SIDE = 8
+ROW = 8 + 3 * SIDE**2
+
+
+def demand(num_samples=10, limit=None, fraction=1.0):
+    return Demand(SIDE, num_samples, fraction, limit)
+
+
+def images(count):
+    return np.random.default_rng(0).integers(0, 256, (count, SIDE, SIDE, 3), dtype=np.uint8)
+
+
+def read(cache, indices):
+    into = np.zeros((len(indices), SIDE, SIDE, 3), dtype=np.uint8)
+    return cache.read(np.array(indices), into), into
+
+
+def files(folder):
+    return sorted(folder.iterdir())
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return open_in_folder(tmp_path, "train", "1", demand())
+
+
+def test_what_was_written_is_found_and_nothing_else(cache):
+    shown = images(10)
+    for index in (3, 7):
+        cache.write(index, shown[index])
+    found, pixels = read(cache, [7, 0, 3, 7])
+    assert found.tolist() == [True, False, True, True]
+    assert np.array_equal(pixels[[0, 2, 3]], shown[[7, 3, 7]])
+
+
+@pytest.mark.parametrize("offset", [0, 7, 8, ROW - 1], ids=["digest", "end of it", "image", "last"])
+def test_a_row_with_one_flipped_bit_is_not_found(tmp_path, cache, offset):
+    for index, image in enumerate(images(3)):
+        cache.write(index, image)
+    (path,) = files(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(ROW + offset)
+        (byte,) = file.read(1)
+        file.seek(ROW + offset)
+        file.write(bytes([byte ^ 1]))
+    assert read(cache, [0, 1, 2])[0].tolist() == [True, False, True]
+
+
+def test_a_row_in_another_rows_place_is_not_found(tmp_path, cache):
+    cache.write(0, images(1)[0])
+    (path,) = files(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[:ROW] * 2 + content[2 * ROW :])
+    assert read(open_in_folder(tmp_path, "train", "1", demand()), [0, 1])[0].tolist() == [1, 0]
+
+
+def test_two_that_open_it_share_it(tmp_path, cache):
+    other = open_in_folder(tmp_path, "train", "1", demand())
+    other.write(4, images(1)[0])
+    assert read(cache, [4])[0].all()
+
+
+@pytest.mark.parametrize("limit", [0.5, ROW - 1, ROW, 3.5 * ROW, 10 * ROW, 10**9])
+@pytest.mark.parametrize("fraction", [1.0, 0.6])
+def test_the_file_stays_below_its_limit(tmp_path, limit, fraction):
+    cache = open_in_folder(tmp_path, "train", "1", demand(limit=int(limit), fraction=fraction))
+    for index, image in enumerate(images(10)):
+        cache.write(index, image)
+    (path,) = files(tmp_path)
+    assert path.stat().st_size <= limit * fraction
+    assert cache.capacity == min(10, int(limit * fraction) // ROW)
+    assert read(cache, range(10))[0].sum() == cache.capacity
+
+
+def test_room_is_reserved_before_anything_is_written(tmp_path, cache):
+    (path,) = files(tmp_path)
+    assert path.stat().st_blocks * 512 >= cache.capacity * ROW
+
+
+def test_a_kept_file_still_has_its_rows(tmp_path):
+    open_in_folder(tmp_path, "train", "1", demand()).write(2, images(1)[0])
+    assert read(open_in_folder(tmp_path, "train", "1", demand()), [2])[0].all()
+
+
+@pytest.mark.parametrize("change", [{"version": "2"}, {"limit": 5 * ROW}])
+def test_a_file_of_another_version_or_limit_is_replaced(tmp_path, cache, change):
+    other = open_in_folder(
+        tmp_path, "train", change.get("version", "1"), demand(limit=change.get("limit"))
+    )
+    assert not read(other, range(other.capacity))[0].any()
+    assert len(files(tmp_path)) == 1
+
+
+def test_the_other_split_is_left_alone(tmp_path, cache):
+    open_in_folder(tmp_path, "test", "1", demand())
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_file_that_was_cut_short_is_completed(tmp_path, cache):
+    (path,) = files(tmp_path)
+    os.truncate(path, 3 * ROW + 5)
+    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 10
+
+
+def test_more_than_there_is_room_for_is_refused_with_both_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_free_bytes", lambda *_: 7 * ROW)
+    with pytest.raises(ConfigError, match=r"data\.cache_size = 1\.8 KB: .* room for 1\.4 KB"):
+        open_in_folder(tmp_path, "train", "1", demand(limit=9 * ROW))
+    assert sum(path.stat().st_size for path in files(tmp_path)) == 0
+
+
+def test_without_a_limit_half_of_the_free_space_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_free_bytes", lambda *_: 7 * ROW)
+    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 3
+
+
+def test_without_a_limit_no_more_than_the_default_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "DEFAULT_BYTES", 4 * ROW)
+    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 4
+
+
+def test_a_folder_that_cannot_be_written_to_names_the_setting(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"cannot keep images in .*file/cache.*data\.cache_folder"
+    ):
+        open_in_folder(tmp_path / "file" / "cache", "train", "1", demand())
+
+
+def test_memory_that_cannot_be_reserved_names_the_settings(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"No space left on device; lower data\.cache_size"):
+        open_in_memory("test-of-a-full-memory", demand(), int)
+    assert not Path("/dev/shm/stretto-test-of-a-full-memory").exists()
+
+
+def test_memory_is_taken_only_when_its_name_is_gone(monkeypatch):
+    path, met = Path("/dev/shm/stretto-test-of-names"), []
+    reserve = os.posix_fallocate
+
+    def noted(*arguments):
+        met.append(path.exists())
+        reserve(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", noted)
+    open_in_memory("test-of-names", demand(), lambda: met.append(path.stat().st_size))
+    assert met == [0, False]
+
+
+def test_a_name_does_not_stay_when_another_rank_never_comes():
+    def broken():
+        raise ConnectionError("lost a peer")
+
+    with pytest.raises(ConnectionError, match="lost a peer"):
+        open_in_memory("test-of-a-lost-peer", demand(), broken)
+    assert not Path("/dev/shm/stretto-test-of-a-lost-peer").exists()
+
+
+def test_a_host_without_shared_memory_uses_the_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    met = []
+    cache = open_in_memory("x", demand(), lambda: met.extend(files(tmp_path)))
+    cache.write(1, images(1)[0])
+    assert (len(met), files(tmp_path), read(cache, [1])[0].all()) == (1, [], True)

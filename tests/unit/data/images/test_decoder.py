@@ -1,0 +1,115 @@
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from stretto.data.images.decoder import BadImageError, decode
+from tests.unit.data.images.pictures import CORRUPT, encoded, huge_png, jpeg, noise
+
+MANY = 10**8
+
+
+@pytest.fixture
+def decoded(tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # as in a decoder process
+
+    def run(content: bytes, side: int = 16, max_pixels: int = MANY):
+        path = tmp_path / "some.jpg"
+        path.write_bytes(content)
+        pixels = decode(os.fsencode(path), side, max_pixels)
+        return np.frombuffer(pixels, np.uint8).reshape(side, side, 3)
+
+    return run
+
+
+def test_an_image_of_the_right_size_keeps_its_pixels(decoded):
+    image = noise(16, 16)
+    assert np.array_equal(decoded(encoded(image, "PNG")), np.asarray(image))
+
+
+@pytest.mark.parametrize(("width", "height"), [(300, 100), (100, 300)])
+def test_the_centre_square_is_taken(decoded, width, height):
+    image = Image.new("RGB", (width, height), "black")
+    image.paste(
+        "white", ((width - 100) // 2, (height - 100) // 2, width // 2 + 50, height // 2 + 50)
+    )
+    pixels = decoded(encoded(image, "PNG"))
+    assert pixels[1:-1, 1:-1].min() == 255
+    assert pixels.min() > 200  # scaling looks a little over the edge, as it should
+
+
+def test_a_large_jpeg_is_the_same_as_decoded_in_full(decoded):
+    gradient = Image.linear_gradient("L").resize((2000, 1500)).convert("RGB")
+    content = encoded(gradient, "JPEG", quality=95)
+    whole = gradient.resize((40, 40), box=(250, 0, 1750, 1500))
+    difference = np.abs(decoded(content, side=40).astype(int) - np.asarray(whole, dtype=int))
+    assert difference.max() <= 4
+
+
+def test_a_large_jpeg_is_not_decoded_in_full(decoded, monkeypatch):
+    sizes, resize = [], Image.Image.resize
+
+    def noted(image, *arguments, **options):
+        sizes.append(image.size)
+        return resize(image, *arguments, **options)
+
+    content = encoded(Image.new("RGB", (2000, 1500)), "JPEG")
+    monkeypatch.setattr(Image.Image, "resize", noted)
+    decoded(content, side=40)
+    assert sizes == [(250, 188)]  # an eighth
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])
+def test_every_mode_becomes_three_colours(decoded, mode):
+    source = Image.new("I", (16, 16), 300) if mode == "I;16" else noise(16, 16)
+    image = source.convert(mode)
+    kind = "JPEG" if mode == "CMYK" else "PNG"
+    assert decoded(encoded(image, kind)).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("truncated", "truncated"),
+        ("empty", "empty file"),
+        ("text", "not an image (JPEG"),
+        ("huge", "60000 x 60000 pixels are more than data.max_pixels = 100000000"),
+        ("header", ""),
+    ],
+)
+def test_a_corrupt_file_is_bad_for_a_reason_of_one_line(decoded, kind, reason):
+    with pytest.raises(BadImageError) as bad:
+        decoded(CORRUPT[kind])
+    assert reason in str(bad.value)
+    assert str(bad.value).splitlines() == [str(bad.value)] != [""]
+
+
+def test_the_limit_on_pixels_is_decided_by_the_header(decoded):
+    with pytest.raises(BadImageError, match="60000 x 60000"):
+        decoded(huge_png(), max_pixels=MANY)
+
+
+def test_an_image_of_just_the_limit_is_good(decoded):
+    decoded(jpeg(width=24, height=20), max_pixels=480)
+    with pytest.raises(BadImageError, match="24 x 20"):
+        decoded(jpeg(width=24, height=20), max_pixels=479)
+
+
+def test_a_png_with_a_damaged_part_is_bad(decoded):
+    content = bytearray(encoded(noise(32, 32), "PNG"))
+    content[len(content) // 2] ^= 0xFF
+    with pytest.raises(BadImageError):
+        decoded(bytes(content))
+
+
+def test_postscript_under_a_harmless_name_is_not_interpreted(decoded):
+    with pytest.raises(BadImageError, match="not an image"):
+        decoded(encoded(noise(8, 8), "EPS"))
+
+
+def test_a_file_that_cannot_be_read_is_bad(tmp_path):
+    with pytest.raises(BadImageError, match="cannot be read: No such file"):
+        decode(os.fsencode(tmp_path / "gone.jpg"), 8, MANY)
+    with pytest.raises(BadImageError, match="cannot be read: Is a directory"):
+        decode(os.fsencode(tmp_path), 8, MANY)

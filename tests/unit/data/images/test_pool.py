@@ -1,0 +1,292 @@
+"""Decoders are real processes here: what they survive, and that none is left."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from stretto.data.images import pool as module
+from stretto.data.images import process
+from stretto.data.images.pool import Pool
+from stretto.errors import StrettoError
+from tests.unit.data.images.pictures import CORRUPT, encoded, fill, jpeg, noise
+
+pytestmark = pytest.mark.multi
+SIDE = 16
+
+
+@pytest.fixture
+def pool():
+    with closing(Pool(2, side=SIDE, max_pixels=10**8)) as pool:
+        yield pool
+
+
+def paths(folder, contents):
+    fill(folder, {f"{i}.jpg": content for i, content in enumerate(contents)})
+    return [os.fsencode(folder / f"{i}.jpg") for i in range(len(contents))]
+
+
+def red(content, side=SIDE):
+    return int(np.frombuffer(content, np.uint8).reshape(side, side, 3)[side // 2, side // 2, 0])
+
+
+def wait_until(condition, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def is_gone(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_answers_are_in_the_order_of_the_paths(tmp_path, pool):
+    contents = [jpeg(i) for i in range(16)]
+    contents[3], contents[9] = CORRUPT["text"], CORRUPT["empty"]
+    answers = pool.decode(paths(tmp_path, contents))
+    assert answers[9] == "empty file"
+    assert "not an image" in answers[3]
+    good = [i for i in range(16) if i not in (3, 9)]
+    assert [red(answers[i]) // 16 for i in good] == good
+
+
+def test_the_work_is_shared_out_among_as_many_as_there_is_work_for(tmp_path, pool):
+    files = paths(tmp_path, [jpeg()] * 9)
+    pool.decode(files[:1])
+    assert len(pool.pids) == 1
+    pool.decode(files)
+    assert len(pool.pids) == 2
+
+
+def test_decoders_are_kept_from_batch_to_batch(tmp_path, pool):
+    files = paths(tmp_path, [jpeg()] * 4)
+    pool.decode(files)
+    before = pool.pids
+    pool.decode(files)
+    assert pool.pids == before
+
+
+def test_one_decoder_and_large_images_do_not_lock_each_other_up(tmp_path):
+    # Replies of 3 MB and requests of 4 KB: both are more than a pipe of 64 KB holds at once.
+    deep = tmp_path.joinpath(*["d" * 200] * 18)
+    files = paths(deep, [encoded(noise(1200, 1000, seed), "JPEG") for seed in range(2)]) * 20
+    with closing(Pool(1, side=1000, max_pixels=10**8)) as pool:
+        answers = pool.decode(files)
+    assert {len(answer) for answer in answers} == {3 * 1000**2}
+
+
+def test_requests_that_do_not_fit_into_the_pipe_wait_without_blocking(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_AHEAD", 1000)
+    deep = tmp_path.joinpath(*["d" * 200] * 18)
+    files = paths(deep, [jpeg()]) * 200
+    with closing(Pool(1, side=200, max_pixels=10**8)) as pool:
+        assert {red(answer, 200) // 16 for answer in pool.decode(files)} == {0}
+
+
+def test_a_decoder_killed_between_batches_is_replaced(tmp_path, pool):
+    files = paths(tmp_path, [jpeg(i) for i in range(6)])
+    pool.decode(files)
+    killed = pool.pids[0]
+    os.kill(killed, signal.SIGKILL)
+    assert [red(a) // 16 for a in pool.decode(files)] == list(range(6))
+    assert killed not in pool.pids
+
+
+def kill_when_asked(monkeypatch, is_deadly):
+    """Let decoders die of chosen files, as they would of a bug in a codec."""
+    ask = process.Decoder.ask
+
+    def deadly_ask(decoder, ticket, path):
+        if is_deadly(path):
+            os.kill(decoder.pid, signal.SIGSTOP)
+            ask(decoder, ticket, path)
+            os.kill(decoder.pid, signal.SIGKILL)
+        else:
+            ask(decoder, ticket, path)
+
+    monkeypatch.setattr(process.Decoder, "ask", deadly_ask)
+
+
+def test_a_decoder_killed_at_work_is_replaced_and_nothing_is_lost(tmp_path, pool, monkeypatch):
+    files = paths(tmp_path, [jpeg(i) for i in range(12)])
+    pool.decode(files)
+    deaths = iter([True])
+    kill_when_asked(monkeypatch, lambda path: path == files[5] and next(deaths, False))
+    assert [red(a) // 16 for a in pool.decode(files)] == list(range(12))
+    assert next(deaths, None) is None  # it did die
+
+
+def test_a_file_that_kills_two_decoders_is_bad_and_the_others_are_not(tmp_path, monkeypatch):
+    files = paths(tmp_path, [jpeg(i) for i in range(12)])
+    with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
+        pool.decode(files)
+        # One at a time, so that the file it dies of is the one it was asked for.
+        monkeypatch.setattr(module, "_AHEAD", 1)
+        ask_when_ready(monkeypatch)
+        kill_when_asked(monkeypatch, lambda path: path == files[5])
+        answers = pool.decode(files)
+    assert answers[5] == "killed the decoder twice (signal 9)"
+    assert all(isinstance(a, bytes) for i, a in enumerate(answers) if i != 5)
+
+
+def ask_when_ready(monkeypatch):
+    """Let a new decoder say that it is ready before it is asked, as chance decides otherwise."""
+    hand_out = Pool._hand_out
+
+    def patient(pool, work):
+        if not pool._decoders:
+            decoder = pool._spawner.submit(process.Decoder, *pool._settings).result()
+            pool._decoders.append(decoder)
+            poller = select.poll()
+            decoder.watch(poller)
+            poller.poll(20_000)
+            pool._listen(decoder, work)
+        hand_out(pool, work)
+
+    monkeypatch.setattr(Pool, "_hand_out", patient)
+
+
+def test_a_file_that_is_never_answered_is_bad(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SILENCE_S", 2.0)
+    files = paths(tmp_path, [jpeg(i) for i in range(4)])
+    os.mkfifo(tmp_path / "pipe.jpg")  # nobody will ever write to it
+    with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
+        *good, bad = pool.decode([*files, os.fsencode(tmp_path / "pipe.jpg")])
+    assert bad == "killed the decoder twice (no answer for 2 s)"
+    assert [red(a) // 16 for a in good] == list(range(4))
+
+
+def script(monkeypatch, tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    monkeypatch.setattr(process, "_SCRIPT", path)
+
+
+def test_decoders_that_end_before_they_are_ready_stop_the_run(tmp_path, pool, monkeypatch):
+    script(monkeypatch, tmp_path, "raise SystemExit(7)")
+    with pytest.raises(StrettoError, match=r"cannot be started.* exit code 7"):
+        pool.prove()
+    assert pool.pids == []
+
+
+def test_a_pillow_that_cannot_be_imported_is_told(tmp_path, pool, monkeypatch):
+    real = process._SCRIPT.read_text()
+    broken = real.replace("from PIL import Image\n", "from PIL import Absent as Image\n")
+    script(monkeypatch, tmp_path, broken)
+    with pytest.raises(StrettoError, match=r"cannot work: cannot import name 'Absent'.*pillow"):
+        pool.prove()
+
+
+def test_no_python_to_start_is_told(pool, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(StrettoError, match="cannot start a process to decode images"):
+        pool.prove()
+
+
+def test_an_interrupt_leaves_no_answers_for_the_next_batch(tmp_path, pool, monkeypatch):
+    files = paths(tmp_path, [jpeg(i) for i in range(12)])
+    listen = Pool._listen
+
+    def interrupted(pool, decoder, work):
+        listen(pool, decoder, work)
+        if work.unanswered < 9:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "_listen", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.decode(files)
+    assert [red(a) // 16 for a in pool.decode(files[::-1])] == list(range(12))[::-1]
+
+
+def test_signals_of_a_job_do_not_end_a_decoder(tmp_path, pool):
+    files = paths(tmp_path, [jpeg(i) for i in range(8)])
+    pool.decode(files)
+    before = pool.pids
+    for pid in before:
+        for name in ("INT", "TERM", "HUP", "USR1", "USR2"):
+            os.kill(pid, getattr(signal, f"SIG{name}"))
+    assert [red(a) // 16 for a in pool.decode(files)] == list(range(8))
+    assert pool.pids == before
+
+
+def test_a_signal_does_not_even_end_a_decoder_that_has_just_begun(tmp_path, pool):
+    pool._spawner.submit(int).result()
+    decoder = pool._spawner.submit(process.Decoder, SIDE, 10**8).result()
+    os.kill(decoder.pid, signal.SIGTERM)
+    pool._decoders.append(decoder)
+    pool.decode(paths(tmp_path, [jpeg()]))
+    assert pool.pids == [decoder.pid]
+
+
+def test_a_thread_that_asked_may_end_without_its_decoders(tmp_path, pool):
+    import threading
+
+    files = paths(tmp_path, [jpeg(i) for i in range(8)])
+    asker = threading.Thread(target=pool.decode, args=(files,))
+    asker.start()
+    asker.join()
+    before = pool.pids
+    assert len(pool.decode(files)) == 8
+    assert pool.pids == before
+
+
+def test_no_process_and_no_thread_is_left_after_closing(tmp_path):
+    import threading
+
+    pool = Pool(2, side=SIDE, max_pixels=10**8)
+    pool.decode(paths(tmp_path, [jpeg()] * 8))
+    pids = pool.pids
+    pool.close()
+    assert all(is_gone(pid) for pid in pids)
+    assert [t for t in threading.enumerate() if t.name.startswith("stretto-decoders")] == []
+
+
+PARENT = """
+import sys
+from stretto.data.images.pool import Pool
+pool = Pool(2, side=16, max_pixels=10**8)
+pool.decode([b""] * 8)
+print(*pool.pids, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "stopped"])
+def test_decoders_die_with_a_parent_that_is_killed(busy):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        if busy:  # cannot notice the end of its input: only the parent-death signal helps
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+        assert len(pids) == 2
+        wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_a_decoder_whose_parent_died_first_does_not_stay():
+    command = [sys.executable, "-P", str(process._SCRIPT), "16", "100", "1"]
+    done = subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (1, b"")
+
+
+def test_a_decoder_needs_nothing_of_ours_and_no_torch():
+    text = Path(process._SCRIPT).read_text()
+    assert "import stretto" not in text
+    assert "from stretto" not in text
+    assert "torch" not in text

@@ -1,0 +1,270 @@
+"""Image folders as a source; ranks are threads, decoders are processes."""
+
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.data import Account, Images, ImagesConfig, Place, Skipped
+from stretto.errors import ConfigError
+from tests.unit.data.images.pictures import CORRUPT, PLAIN, alone, data_folder, fill, numbers
+
+pytestmark = pytest.mark.multi
+ALL = np.arange(12)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return data_folder(tmp_path / "data")
+
+
+def config(folder, **settings):
+    small = {"size": 16, "augment": "none", "decoders": 1}
+    return ImagesConfig(path=str(folder), **PLAIN | small | settings)
+
+
+@pytest.fixture
+def images(folder):
+    """Open and start a training source; it is closed with the test."""
+    with ExitStack() as stack:
+
+        def open_one(*, train=True, **settings):
+            source = stack.enter_context(closing(Images(config(folder, **settings), train=train)))
+            source.start(alone())
+            return source
+
+        yield open_one
+
+
+def start_ranks(sources, keys=("run", "run")):
+    """Start one source per rank, all ranks of one host, as threads that meet."""
+    barrier = threading.Barrier(len(sources))
+    places = [
+        Place(rank, len(sources), key, lambda: barrier.wait(20)) for rank, key in enumerate(keys)
+    ]
+    with ThreadPoolExecutor(len(sources)) as ranks:
+        list(ranks.map(lambda source, place: source.start(place), sources, places))
+
+
+def shared_memory():
+    return sorted(path for path in Path("/dev/shm").glob("stretto-*"))
+
+
+def test_rows_are_in_the_order_of_the_indices(images):
+    inputs, targets = images().batch(np.array([7, 0, 11, 7]))
+    assert numbers(inputs) == [7, 0, 11, 7]
+    assert targets.tolist() == [1, 0, 1, 1]
+    assert (inputs.dtype, inputs.shape) == (torch.float32, (4, 3, 16, 16))
+    assert targets.dtype == torch.int64
+
+
+def test_evaluation_has_images_of_its_own(images):
+    source = images(train=False)
+    assert (source.num_samples, source.classes) == (4, ("a", "b"))
+    assert numbers(source.batch(np.arange(4))[0]) == [0, 1, 2, 3]
+
+
+def test_no_indices_give_tensors_of_length_zero(images):
+    inputs, targets = images().batch(np.arange(0))
+    assert (inputs.shape, targets.shape) == ((0, 3, 16, 16), (0,))
+
+
+def test_a_batch_before_the_start_has_the_same_bits_as_one_after_it(folder):
+    with closing(Images(config(folder, augment="crop"), train=True)) as source:
+        before = source.batch(ALL, 3)[0]
+        source.start(alone())
+        assert torch.equal(source.batch(ALL, 3)[0], before)
+
+
+def test_a_sample_from_the_cache_has_the_bits_of_a_decoded_one(images):
+    source = images(augment="pad_crop")
+    first, again = source.batch(ALL, 1)[0], source.batch(ALL, 1)[0]
+    assert source.take_account() == Account(decoded=12, cached=12)
+    assert torch.equal(first, again)
+
+
+def test_epochs_show_different_crops_and_the_same_classes(images):
+    source = images(augment="crop")
+    (_, first), (_, second) = source.batch(ALL, 0), source.batch(ALL, 1)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("cache", ["memory", "file"])
+def test_the_second_epoch_decodes_nothing(images, cache):
+    source = images(cache=cache)
+    source.batch(ALL, 0)
+    assert source.take_account() == Account(decoded=12)
+    source.batch(ALL[::-1].copy(), 1)
+    assert source.take_account() == Account(cached=12)
+
+
+def test_without_a_cache_every_epoch_decodes(images):
+    source = images(cache="none")
+    for epoch in range(2):
+        source.batch(ALL, epoch)
+        assert source.take_account() == Account(decoded=12)
+
+
+@pytest.mark.parametrize("cache", ["memory", "file"])
+def test_what_one_rank_decoded_another_need_not(folder, cache):
+    sources = [Images(config(folder, cache=cache), train=True) for _ in range(2)]
+    with closing(sources[0]), closing(sources[1]):
+        start_ranks(sources)
+        sources[0].batch(ALL[::2])
+        assert numbers(sources[1].batch(ALL)[0]) == ALL.tolist()
+        assert sources[1].take_account() == Account(decoded=6, cached=6)
+
+
+def test_memory_is_not_shared_with_another_run(folder):
+    one, other = (Images(config(folder), train=True) for _ in range(2))
+    with closing(one), closing(other):
+        start_ranks([one, other], keys=["one", "other"])  # at the same time, on one host
+        one.batch(ALL)
+        other.batch(ALL)
+        assert other.take_account() == Account(decoded=12)
+
+
+def test_a_file_is_used_again_by_a_later_run(folder, images):
+    with closing(Images(config(folder, cache="file"), train=True)) as earlier:
+        earlier.start(alone("earlier"))
+        earlier.batch(ALL)
+    later = images(cache="file")
+    later.batch(ALL)
+    assert later.take_account() == Account(cached=12)
+
+
+@pytest.mark.parametrize("change", ["file", "store"])
+def test_a_file_is_not_used_for_other_images_or_settings(folder, images, change):
+    images(cache="file").batch(ALL)
+    if change == "file":
+        os.utime(folder / "train" / "a" / "000.jpg", ns=(1, 1))
+    later = images(cache="file", store=18 if change == "store" else 16)
+    later.batch(ALL)
+    assert later.take_account() == Account(decoded=12)
+    assert len(list((folder / ".stretto-cache").iterdir())) == 1
+
+
+def test_training_and_evaluation_share_the_limit(folder, images, tmp_path):
+    limit = 6000
+    for train in (True, False):
+        source = images(
+            train=train, cache="file", cache_size=limit, cache_folder=str(tmp_path / "c")
+        )
+        source.batch(np.arange(source.num_samples))
+    sizes = [path.stat().st_size for path in (tmp_path / "c").iterdir()]
+    assert len(sizes) == 2
+    assert 0 < sum(sizes) <= limit
+
+
+def test_samples_beyond_the_limit_are_decoded_each_time(images):
+    source = images(cache_size=4 * (8 + 3 * 16**2) * 16 // 12 + 2)  # 4 rows for training
+    for cached in (0, 4):
+        assert numbers(source.batch(ALL)[0]) == ALL.tolist()
+        assert source.take_account() == Account(decoded=12 - cached, cached=cached)
+
+
+def test_a_damaged_row_is_decoded_anew(folder, images):
+    source = images(cache="file")
+    before = source.batch(ALL)[0]
+    (path,) = (folder / ".stretto-cache").iterdir()
+    content = bytearray(path.read_bytes())
+    content[5 * (8 + 3 * 16**2) + 100] ^= 0x10
+    path.write_bytes(content)
+    source.take_account()
+    assert torch.equal(source.batch(ALL)[0], before)
+    assert source.take_account() == Account(decoded=1, cached=11)
+
+
+def test_nothing_is_left_in_shared_memory_while_a_run_goes_on(images):
+    before = shared_memory()
+    source = images()
+    source.batch(ALL)
+    assert shared_memory() == before
+
+
+def test_a_bad_file_is_left_out_named_and_told_again_each_epoch(folder, images):
+    bad = {"train/a/003.jpg": CORRUPT["text"], "train/b/010.jpg": CORRUPT["empty"]}
+    fill(folder, bad)
+    source = images()
+    for epoch in range(2):
+        inputs, targets = source.batch(ALL, epoch)
+        assert numbers(inputs) == [0, 1, 2, 4, 5, 6, 7, 8, 9, 11]
+        assert targets.tolist() == [0] * 5 + [1] * 5
+        account = source.take_account()
+        assert [s.sample for s in account.skipped] == list(bad)
+        assert account.skipped[1] == Skipped("train/b/010.jpg", "empty file")
+
+
+def test_a_bad_file_is_not_tried_again(folder, images):
+    path = folder / "train" / "a" / "003.jpg"
+    good = path.read_bytes()
+    path.write_bytes(b"")
+    source = images()
+    source.batch(ALL)
+    path.write_bytes(good)
+    assert 3 not in numbers(source.batch(ALL)[0])
+
+
+def test_a_batch_of_bad_files_alone_has_length_zero(folder, images):
+    fill(folder, {"train/a/003.jpg": b""})
+    inputs, targets = images().batch(np.array([3, 3]))
+    assert (inputs.shape, targets.shape) == ((0, 3, 16, 16), (0,))
+
+
+def test_a_killed_decoder_costs_nothing(images):
+    source = images(cache="none", decoders=2)
+    source.batch(ALL)
+    for pid in source._pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert numbers(source.batch(ALL)[0]) == ALL.tolist()
+    assert source.take_account() == Account(decoded=24)
+
+
+def test_closing_ends_the_decoders_and_may_be_repeated(images):
+    source = images()
+    source.batch(ALL)
+    (pid,) = source._pool.pids
+    source.close()
+    source.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_size", "expected"), [(64, 4, 8), (8, 4, 2), (2, 4, 1), (6, 1, 6)]
+)
+def test_decoders_are_a_ranks_share_of_the_cores(folder, monkeypatch, cores, local_size, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    with closing(Images(config(folder, decoders=None, cache="none"), train=True)) as source:
+        source.start(Place(0, local_size, "run", meet=lambda: None))
+        assert source._pool._limit == expected
+
+
+def test_the_fingerprint_is_that_of_the_list(folder, tmp_path):
+    there = data_folder(tmp_path / "copy")
+    here, copy = (Images(config(root), train=True).fingerprint for root in (folder, there))
+    fill(there, {"train/a/new.jpg": b"x"})
+    assert here == copy != Images(config(there), train=True).fingerprint
+    assert here != Images(config(folder), train=False).fingerprint
+
+
+def test_a_missing_pillow_is_told_with_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match=r'pip install "stretto\[vision\]"'):
+        Images(config(folder), train=True)
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused_at_the_start(folder):
+    (folder / ".stretto-cache").write_bytes(b"in the way")
+    with (
+        closing(Images(config(folder, cache="file"), train=True)) as source,
+        pytest.raises(ConfigError, match=r"data\.cache_folder"),
+    ):
+        source.start(alone())
