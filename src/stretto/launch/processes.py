@@ -1,11 +1,12 @@
-"""Start worker processes, watch them, and leave none behind, whoever dies first.
+"""Start worker processes, hear them, and leave none behind, whoever dies first.
 
 Note "who ends whom". Every worker leads a session of its own. When one fails, or a signal reaches
-us, the others are asked to end, and after a grace period their whole process groups are killed.
+us, the others are asked to end, and after some patience their whole process groups are killed.
 When we are killed ourselves (kill -9), the kernel kills each worker by its parent-death signal;
 what the workers had started is then nobody's, which is why a lab also clears by namespace.
 """
 
+import math
 import os
 import select
 import shutil
@@ -13,17 +14,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stretto.errors import LaunchError
+from stretto.launch.pipes import Output
+from stretto.telemetry.wording import printable
 
 TAIL_LINES = 20
 """How much of a failed worker's log its error message repeats."""
 
-_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What asks a run to stop: a person, a scheduler, a terminal that is closed."""
+
 # The shell asks for its parent only after the parent-death signal is armed, so that a launcher
 # that dies between fork and arming is noticed as well.
 _IF_PARENT_LIVES = '[ "$PPID" = "$1" ] || exit 143; shift; exec "$@"'
@@ -53,7 +57,7 @@ class Outcome:
 
     exit_code: int
     failed_rank: int | None = None
-    """The first to fail; None when all went well or a signal to us ended the run."""
+    """The first to fail; None when all went well or the run was asked to stop."""
     reason: str = ""
 
 
@@ -63,11 +67,17 @@ class Bell:
     def __init__(self, wake_fd: int) -> None:
         self._wake_fd = wake_fd
         self.received: list[int] = []
-        """Signals that asked us to end, in order of arrival."""
+        """Signals that asked us to stop, in order of arrival."""
 
     def wait(self, timeout_s: float | None = None, *, readable: Sequence[int] = ()) -> list[int]:
         """Return at a signal, a child's end or a readable descriptor, with the readable ones."""
-        ready, _, _ = select.select([self._wake_fd, *readable], [], [], timeout_s)
+        # Not select(): it knows no descriptor above 1023, and a large machine has many ranks.
+        poll = select.poll()
+        for fd in (self._wake_fd, *readable):
+            poll.register(fd, select.POLLIN)
+        ready = [
+            fd for fd, _ in poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1e3))
+        ]
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
         return [fd for fd in ready if fd != self._wake_fd]
@@ -75,7 +85,7 @@ class Bell:
 
 @contextmanager
 def listening() -> Iterator[Bell]:
-    """Collect INT, TERM and HUP instead of dying of them, for as long as the context lasts.
+    """Collect `STOP_SIGNALS` instead of dying of them, for as long as the context lasts.
 
     Nothing is raised out of a handler: whoever holds the bell looks at ``received`` when it can
     end in good order. Main thread only, as for every signal handler.
@@ -90,7 +100,7 @@ def listening() -> Iterator[Bell]:
             bell.received.append(signum)
 
     before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, note) for number in (*_END_SIGNALS, signal.SIGCHLD)}
+    before = {number: signal.signal(number, note) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
     try:
         yield bell
     finally:
@@ -101,46 +111,84 @@ def listening() -> Iterator[Bell]:
         os.close(write_fd)
 
 
-def run_workers(
-    workers: Sequence[Worker],
-    *,
-    say: Callable[[str], None],
-    grace_s: float = 5.0,
-    bell: Bell | None = None,
-) -> Outcome:
-    """Start all workers, wait for all; the first failure, or a signal to us, ends the rest.
+class Crew:
+    """The workers that were started: how they end, what they say, and their end if need be.
 
-    A signal to us is passed on to the workers; a second one cuts the grace period short. Call it
-    from the main thread: the parent-death signal follows the thread that started the worker.
-
-    Args:
-        workers: what to start; a program that is not found is a `LaunchError` before any starts.
-        say: told at once, in one line, why the workers are being ended.
-        grace_s: between the request to end and the kill.
-        bell: the caller's own, when it listens already.
+    Whoever waits here keeps reading what they say, so that none of them is stuck on a full pipe.
     """
-    for worker in workers:
-        _require_program(worker.argv[0])
-    if not shutil.which("setpriv"):
-        say("setpriv (util-linux) is not installed: workers would outlive a killed launcher")
-    crew: list[_Child] = []
-    with ExitStack() as stack:
-        bell = bell or stack.enter_context(listening())
-        stack.callback(_end, crew, bell, grace_s)
-        for worker in workers:
-            if not bell.received:
-                crew.append(_start(worker))
-        return _watch(crew, bell, say)
 
+    def __init__(self, bell: Bell, output: Output) -> None:
+        self.bell = bell
+        self.codes: dict[int, int] = {}
+        """How those ended that did: the exit code, or minus the signal that killed them."""
+        self._output = output
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
-def culprit(ended: Mapping[int, int]) -> int | None:
-    """Return the rank to blame among those seen to have ended together, None if all went well.
+    @property
+    def running(self) -> list[int]:
+        """Return the ranks that were not seen to end."""
+        return [rank for rank in self._processes if rank not in self.codes]
 
-    A code below zero is the signal that killed a rank. Such a rank is the cause: others fail by
-    themselves when it no longer answers.
-    """
-    failed = [(code > 0, rank) for rank, code in ended.items() if code]
-    return min(failed)[1] if failed else None
+    def start(self, worker: Worker) -> None:
+        """Start a worker; it is killed when this process dies."""
+        with self._output.connected(worker.rank) as (stdout, stderr):
+            self._processes[worker.rank] = subprocess.Popen(
+                guarded(worker.argv),
+                env={**os.environ, **worker.env},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+
+    def wait(
+        self, done: Callable[[], object], within_s: float = math.inf, *, every_s: float = math.inf
+    ) -> None:
+        """Return when ``done`` says so, or late; asked at each event, and every ``every_s``."""
+        deadline_s = time.monotonic() + within_s
+        self._look()
+        while not done() and (left_s := deadline_s - time.monotonic()) > 0:
+            timeout_s = min(left_s, every_s, self._output.wait_s())
+            ready = self.bell.wait(
+                None if timeout_s == math.inf else timeout_s, readable=self._output.descriptors
+            )
+            self._output.read(ready)
+            self._look()
+
+    def ask(self, signum: int) -> None:
+        """Send a signal to the workers that still run; not to helpers, which they still need."""
+        for rank in self.running:
+            os.kill(self._processes[rank].pid, signum)
+
+    def kill(self) -> None:
+        """Kill the process groups of all workers, also of those that ended, and reap."""
+        for process in self._processes.values():
+            # A group without members left is not an error.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._processes.clear()
+
+    def end(self, grace_s: float) -> None:
+        """Ask the workers that still run to end, then kill; a signal to us cuts the grace short."""
+        heard = len(self.bell.received)
+        self.ask(signal.SIGTERM)
+        self.wait(lambda: not self.running or len(self.bell.received) > heard, grace_s)
+        self.kill()
+
+    def _look(self) -> None:
+        """See who has ended, and hear them out: their last words come before their end is judged.
+
+        They are not reaped: an unreaped leader keeps its process group's number from being given
+        to a stranger.
+        """
+        for rank in self.running:
+            pid = self._processes[rank].pid
+            seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if seen is not None:
+                self._output.hear_out(rank)
+                exited = seen.si_code == os.CLD_EXITED
+                self.codes[rank] = seen.si_status if exited else -seen.si_status
 
 
 def guarded(argv: Sequence[str]) -> list[str]:
@@ -157,101 +205,4 @@ def tail(log: Path, *, num_lines: int = TAIL_LINES) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 400 * num_lines))
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-num_lines:])
-
-
-@dataclass(frozen=True, slots=True)
-class _Child:
-    worker: Worker
-    process: subprocess.Popen[bytes]
-
-    def exit_code(self) -> int | None:
-        """Return how it ended (minus the signal that killed it) without reaping it.
-
-        An unreaped leader keeps its process group's number from being given to a stranger.
-        """
-        if self.process.returncode is not None:
-            return self.process.returncode
-        seen = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if seen is None:
-            return None
-        return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
-
-
-def _require_program(program: str) -> None:
-    if shutil.which(program) is None:
-        raise LaunchError(
-            f"cannot start workers: no program {program!r} on PATH; check its spelling, or name it "
-            "by its whole path"
-        )
-
-
-def _start(worker: Worker) -> _Child:
-    with ExitStack() as stack:
-        output = stack.enter_context(worker.log.open("wb")) if worker.log else None
-        process = subprocess.Popen(
-            guarded(worker.argv),
-            env={**os.environ, **worker.env},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-            start_new_session=True,
-        )
-    return _Child(worker, process)
-
-
-def _watch(crew: Sequence[_Child], bell: Bell, say: Callable[[str], None]) -> Outcome:
-    workers = {child.worker.rank: child.worker for child in crew}
-    while not bell.received:
-        codes = {child.worker.rank: child.exit_code() for child in crew}
-        ended = {rank: code for rank, code in codes.items() if code is not None}
-        rank = culprit(ended)
-        if rank is not None:
-            worker, code = workers[rank], ended[rank]
-            say(f"{worker.title} ended with {_describe(code)}: ending the others")
-            return _failure(worker, code)
-        if len(ended) == len(crew):
-            return Outcome(0)
-        bell.wait()
-    name = _signal_name(bell.received[0])
-    say(f"received {name}: passing it on")
-    return Outcome(128 + bell.received[0], reason=f"ended by {name}")
-
-
-def _failure(worker: Worker, code: int) -> Outcome:
-    reason = f"{worker.title} ended with {_describe(code)}"
-    if worker.log is None:
-        reason += "; what it said is above"
-    else:
-        reason += f"; the end of {worker.log}:\n{tail(worker.log)}"
-    return Outcome(code if code > 0 else 128 - code, worker.rank, reason)
-
-
-def _describe(code: int) -> str:
-    return f"exit code {code}" if code > 0 else f"signal {_signal_name(-code)}"
-
-
-def _signal_name(number: int) -> str:
-    # Real-time signals have numbers only.
-    return {known.value: known.name for known in signal.Signals}.get(number, str(number))
-
-
-def _end(crew: Sequence[_Child], bell: Bell, grace_s: float) -> None:
-    """Ask the workers that still run to end, kill all groups, and reap."""
-    request = bell.received[0] if bell.received else signal.SIGTERM
-    heard = len(bell.received)
-    deadline_s = time.monotonic() + grace_s
-    for child in crew:
-        # The worker alone: one that ends in good order still needs its own helpers meanwhile.
-        if child.exit_code() is None:
-            os.kill(child.process.pid, request)
-    while any(child.exit_code() is None for child in crew):
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or len(bell.received) > heard:
-            break
-        bell.wait(left_s)
-    for child in crew:
-        # A group without members left is not an error.
-        with suppress(ProcessLookupError):
-            os.killpg(child.process.pid, signal.SIGKILL)
-        child.process.wait()
+    return "\n".join(printable(line) for line in lines[-num_lines:])

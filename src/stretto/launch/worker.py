@@ -10,7 +10,6 @@ from typing import TextIO
 
 import torch
 
-from stretto.cluster.meet import ranks_in_words
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.comm.spread import gather_text, meet_all, spread_text
@@ -26,6 +25,7 @@ from stretto.telemetry.live import console_sink
 from stretto.telemetry.sinks import JsonLines, fan_out
 from stretto.telemetry.timeline import write_chrome_trace
 from stretto.telemetry.trackers import keep_local, open_trackers
+from stretto.telemetry.wording import ranks_in_words
 from stretto.train.finetune import take_over_
 from stretto.train.loop import train
 from stretto.train.parts import Parts

@@ -13,7 +13,8 @@ from stretto.launch.lab.box import Box, HostBytes, open_box
 from stretto.launch.lab.environment import cores_of, rank_environment, threads_per_rank
 from stretto.launch.lab.head import StoreCommand, serving, store_command
 from stretto.launch.lab.plan import LabSpec, host_of
-from stretto.launch.processes import Worker, listening, run_workers
+from stretto.launch.processes import Worker, listening
+from stretto.launch.watch import run_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def run_in_lab(
 ) -> LabResult:
     """Build a lab, run ``command`` as each of its ranks, take the lab down, tell what happened.
 
-    INT, TERM and HUP end the ranks and the lab in good order. Main thread only.
+    INT, TERM, HUP, USR1 and USR2 end the ranks and the lab in good order. Main thread only.
 
     Raises:
         ConfigError: there is no such command.

@@ -1,0 +1,249 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from itertools import product
+
+import pytest
+
+from stretto.cluster.beats import Verdict
+from stretto.launch.pipes import Screen
+from stretto.launch.processes import Worker
+from stretto.launch.watch import Patience, run_workers
+
+pytestmark = pytest.mark.multi
+
+FOREVER = "exec sleep 300"
+
+
+def crew(scripts, folder):
+    return [
+        Worker(rank, ["sh", "-c", script], {}, folder / f"rank-{rank}.log")
+        for rank, script in enumerate(scripts)
+    ]
+
+
+def run(scripts, folder, *, said=None, screen=None, verdict=None, **patience):
+    return run_workers(
+        crew(scripts, folder),
+        say=(said if said is not None else []).append,
+        patience=Patience(**patience),
+        screen=screen or Screen(io.StringIO(), io.StringIO()),
+        verdict=verdict,
+    )
+
+
+def after(path, then):
+    return f"until [ -e {path} ]; do sleep 0.02; done; {then}"
+
+
+def await_text(path, within_s=10.0):
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        if path.exists() and path.read_text().endswith("\n"):
+            return path.read_text()
+        os.sched_yield()
+    raise AssertionError(f"nothing in {path} after {within_s} s")
+
+
+@pytest.mark.parametrize("codes", list(product([0, 75, 3], repeat=2)))
+def test_the_run_s_exit_code_is_a_failure_s_else_75_if_somebody_stopped(codes, tmp_path):
+    outcome = run([f"exit {code}" for code in codes], tmp_path)
+    assert outcome.exit_code == (3 if 3 in codes else max(codes))
+
+
+def test_who_stops_first_after_saving_is_waited_for_not_blamed(tmp_path):
+    gone = tmp_path / "gone"
+    late = f"trap 'exit 9' TERM; {after(gone, 'sleep 0.3; exit 75')}"
+    outcome = run([late, f"touch {gone}; exit 75"], tmp_path)
+    assert (outcome.exit_code, outcome.failed_rank) == (75, None)
+    assert outcome.reason == "stopped on request after saving; go on with --resume"
+
+
+def test_who_goes_on_when_the_others_have_stopped_is_ended_and_named(tmp_path):
+    said = []
+    outcome = run(["exit 75", f"echo busy; {FOREVER}"], tmp_path, said=said, saving_s=0.4)
+    told = "rank 1 did not end within 0.4 s of the first that saved and stopped"
+    assert (outcome.exit_code, outcome.failed_rank) == (1, 1)
+    assert outcome.reason == f"{told}; the end of {tmp_path}/rank-1.log:\nbusy"
+    assert said == [f"{told}; ending it"]
+
+
+def test_a_failure_while_others_stop_is_a_failure(tmp_path):
+    gone = tmp_path / "gone"
+    outcome = run([f"touch {gone}; exit 75", after(gone, "exit 4"), FOREVER], tmp_path)
+    assert (outcome.exit_code, outcome.failed_rank) == (4, 1)
+
+
+def test_a_rank_that_hangs_is_blamed_with_its_own_words_though_another_ended(tmp_path):
+    said = []
+    word = Verdict(2, "rank 2 silent for 30 s, last heard of at step 17", "silent")
+    hung = f"trap 'echo stuck in the kitchen; exit 1' TERM; touch {tmp_path}/up; sleep 300 & wait"
+    scripts = [after(tmp_path / "up", "echo lost rank 2; exit 1"), FOREVER, hung]
+    outcome = run(scripts, tmp_path, said=said, verdict=lambda: word)
+    assert (outcome.exit_code, outcome.failed_rank) == (1, 2)
+    tail = f"the end of {tmp_path}/rank-2.log:\nstuck in the kitchen"
+    assert outcome.reason == f"{word.reason}; {tail}"
+    assert said == [f"{word.reason}; ending the others"]
+
+
+def test_a_word_that_comes_a_moment_after_the_first_end_counts(tmp_path):
+    looks = iter([None, None])
+    word = Verdict(1, "bad luck", "failed")
+    outcome = run(["exit 1", FOREVER], tmp_path, verdict=lambda: next(looks, word))
+    assert outcome.failed_rank == 1
+    assert outcome.reason.startswith("rank 1 failed: bad luck; it said nothing")
+
+
+def test_a_rank_killed_a_moment_after_its_victim_ended_is_blamed(tmp_path):
+    gone = tmp_path / "gone"
+    killed = after(gone, "sleep 0.1; kill -KILL $$")
+    outcome = run([f"touch {gone}; exit 1", FOREVER, killed], tmp_path)
+    assert (outcome.exit_code, outcome.failed_rank) == (137, 2)
+
+
+def test_without_a_word_the_one_that_ended_is_blamed(tmp_path):
+    outcome = run([FOREVER, "exit 6"], tmp_path, verdict=lambda: None)
+    assert (outcome.exit_code, outcome.failed_rank) == (6, 1)
+
+
+def test_last_words_are_on_the_screen_and_in_the_log_when_the_end_is_judged(tmp_path):
+    screen, seen = Screen(io.StringIO(), io.StringIO()), []
+
+    def look(_line):
+        seen.extend([screen.stdout.getvalue(), (tmp_path / "rank-0.log").read_text()])
+
+    script = "seq 10000; printf 'the very last'; exit 5"
+    run_workers(crew([script], tmp_path), say=look, screen=screen)
+    spoken = "".join(f"{number}\n" for number in range(1, 10001)) + "the very last"
+    assert seen == [f"{spoken}\n", spoken]
+
+
+def test_what_two_ranks_say_together_is_one_line_on_the_screen(tmp_path):
+    screen = Screen(io.StringIO(), io.StringIO())
+    one, two = (tmp_path / name for name in ("one", "two"))
+    scripts = [
+        "echo zero >&2",
+        f"touch {one}; {after(two, 'echo hello')}",
+        f"touch {two}; {after(one, 'echo hello')}",
+    ]
+    assert run(scripts, tmp_path, screen=screen).exit_code == 0
+    assert screen.stderr.getvalue() == "zero\n[ranks 1-2] hello\n"
+
+
+def test_a_worker_that_says_more_than_a_pipe_holds_is_not_held_up(tmp_path):
+    screen = Screen(io.StringIO(), io.StringIO())
+    flood = "yes 'the same again' | head -c 3000000"
+    assert run(["true", flood], tmp_path, screen=screen).exit_code == 0
+    assert (tmp_path / "rank-1.log").stat().st_size == 3_000_000
+    assert len(screen.stderr.getvalue().splitlines()) < 1000
+
+
+def test_a_process_that_a_worker_left_with_its_pipe_does_not_keep_us(tmp_path):
+    left = tmp_path / "pid"
+    began_s = time.monotonic()
+    try:
+        script = f"setsid sleep 60 & echo $! > {left}; echo bye"
+        assert run([script], tmp_path).exit_code == 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int(left.read_text()), signal.SIGKILL)
+    assert time.monotonic() - began_s < 30
+
+
+LAUNCHER = """
+import json, sys
+from stretto.launch.processes import Worker
+from stretto.launch.watch import Patience, run_workers
+scripts, patience, is_deaf = json.loads(sys.argv[1])
+def say(line):
+    if is_deaf:
+        raise OSError(5, "the terminal hung up")
+workers = [Worker(rank, ["sh", "-c", script], {}) for rank, script in enumerate(scripts)]
+outcome = run_workers(workers, say=say, patience=Patience(**patience))
+print(outcome.reason)
+sys.exit(outcome.exit_code)
+"""
+ON = "while :; do sleep 0.02; done"
+
+
+def launch(scripts, *, is_deaf=False, **patience):
+    arguments = json.dumps([scripts, patience, is_deaf])
+    command = [sys.executable, "-c", LAUNCHER, arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def stop(launcher, *numbers, when):
+    """Send signals, each once the files that it waits for are there; return code and reason."""
+    with launcher:
+        try:
+            for number, paths in zip(numbers, when, strict=True):
+                for path in paths:
+                    await_text(path)
+                launcher.send_signal(number)
+            reason = launcher.communicate(timeout=20)[0]
+        finally:
+            launcher.kill()
+    return launcher.returncode, reason.strip()
+
+
+def saver(ready, name="TERM", *, code=75):
+    return f"trap 'sleep 0.3; exit {code}' {name}; echo > {ready}; {ON}"
+
+
+@pytest.mark.parametrize(
+    ("name", "heard_as"), [("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("INT", "INT")]
+)
+def test_workers_that_save_on_a_signal_end_the_run_with_75(tmp_path, name, heard_as):
+    ready = [tmp_path / str(rank) for rank in range(2)]
+    launcher = launch([saver(path, heard_as) for path in ready])
+    code, reason = stop(launcher, signal.Signals[f"SIG{name}"], when=[ready])
+    assert (code, reason) == (75, f"stopped by {name} after saving; go on with --resume")
+
+
+def test_a_run_that_finishes_on_one_rank_and_saves_on_another_is_stopped(tmp_path):
+    ready = [tmp_path / str(rank) for rank in range(2)]
+    scripts = [saver(path, code=code) for path, code in zip(ready, (75, 0), strict=True)]
+    assert stop(launch(scripts), signal.SIGTERM, when=[ready])[0] == 75
+
+
+def test_a_worker_that_dies_of_the_signal_ends_the_run_as_that_signal(tmp_path):
+    ready = tmp_path / "ready"
+    code, reason = stop(launch([f"echo > {ready}; {FOREVER}"]), signal.SIGUSR1, when=[[ready]])
+    assert (code, reason) == (128 + signal.SIGUSR1, "ended by USR1")
+
+
+def test_a_terminal_that_hung_up_does_not_keep_workers_from_saving(tmp_path):
+    ready = tmp_path / "ready"
+    launcher = launch([saver(ready)], is_deaf=True)
+    assert stop(launcher, signal.SIGHUP, when=[[ready]])[0] == 75
+
+
+def test_who_does_not_end_within_the_patience_is_killed(tmp_path):
+    ready = [tmp_path / str(rank) for rank in range(2)]
+    launcher = launch([saver(ready[0]), f"trap '' TERM; echo > {ready[1]}; {ON}"], saving_s=1.0)
+    code, reason = stop(launcher, signal.SIGTERM, when=[ready])
+    assert code == 128 + signal.SIGTERM
+    assert reason == "ended by TERM; rank 1 did not end in time and had to be killed"
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    ready, heard = tmp_path / "ready", tmp_path / "heard"
+    deaf = f"trap 'echo > {heard}' TERM; echo > {ready}; {ON}"
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    code, reason = stop(launch([deaf], saving_s=300), *numbers, when=[[ready], [heard]])
+    assert code == 128 + signal.SIGTERM
+    assert reason == "ended by TERM; rank 0 did not end in time and had to be killed"
+
+
+def test_when_one_fails_while_saving_the_others_are_not_given_the_whole_patience(tmp_path):
+    ready = [tmp_path / str(rank) for rank in range(2)]
+    scripts = [saver(ready[0], code=7), f"trap '' TERM; echo > {ready[1]}; {ON}"]
+    launcher = launch(scripts, saving_s=300, failing_s=0.2)
+    code, reason = stop(launcher, signal.SIGTERM, when=[ready])
+    assert code == 128 + signal.SIGTERM
+    assert reason.startswith("ended by TERM; rank 0 ended with exit code 7; rank 1 did not end")
