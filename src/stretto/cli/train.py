@@ -40,12 +40,13 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     if workers is None:
         ended = run_worker(loaded, detect(), resume=resume)
         return STOPPED_EXIT_CODE if ended and ended.again else 0
-    _check_workers(workers)
+    check_workers(workers)
     again = ["--resume"] if resume else []
     return _launch(loaded.config, ["train", str(run), *overrides, *again], workers, resume)
 
 
 def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: bool) -> int:
+    from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.folder import newest_checkpoint, refuse_taken
     from stretto.launch.local import run_here
     from stretto.run import prepare
@@ -55,15 +56,17 @@ def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: boo
     prepared = prepare(config)
     if not resume:
         check_init(config.init, prepared.model, _say)
-    outcome = run_here(arguments, workers, logs=config.run_dir / "logs", say=_say)
+    outcome = run_here(arguments, workers, logs=config.run_dir / "logs", say=_say, keep_logs=resume)
     if outcome.reason:
         _say(outcome.reason)
-    if outcome.exit_code and (kept := newest_checkpoint(config.run_dir)):
+    said = outcome.exit_code in (0, STOPPED_EXIT_CODE)
+    if not said and (kept := newest_checkpoint(config.run_dir)):
         _say(f"the newest checkpoint is {kept}: go on with --resume")
     return outcome.exit_code
 
 
-def _check_workers(workers: int) -> None:
+def check_workers(workers: int) -> None:
+    """Refuse a number of ranks that this machine cannot mean, or to be a launcher inside one."""
     from stretto.cluster.detect import detect
     from stretto.cluster.words import fair_threads
     from stretto.errors import ConfigError
