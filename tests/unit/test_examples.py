@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from stretto.config import load
 from stretto.run import RunConfig, prepare
@@ -47,13 +48,23 @@ def test_a_changed_line_counts_once_and_so_do_added_and_removed_ones(after, coun
 
 
 def test_both_kinds_of_data_have_an_example_run():
-    assert {path.name for path in RUN_FILES} >= {"shapes.toml", "text.toml"}
+    assert {path.name for path in RUN_FILES} >= {"shapes.toml", "text.toml", "images.toml"}
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)
-def test_a_run_file_loads_and_its_model_fits_its_data(path, monkeypatch):
+def test_a_run_file_loads_and_its_model_fits_its_data(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    prepare(load(RunConfig, path).config)
+    overrides = [f"data.path={pictures(tmp_path)}"] if path.name == "images.toml" else []
+    prepare(load(RunConfig, path, [*overrides, "train.batch=20"]).config)
+
+
+def pictures(folder):
+    """Return a folder of pictures, ten classes of two; the example's own are no part of us."""
+    for name in [f"{split}/{label}" for split in ("train", "test") for label in range(10)]:
+        (folder / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / name / f"{number}.jpg")
+    return folder
 
 
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: path.name)

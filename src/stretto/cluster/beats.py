@@ -19,8 +19,8 @@ from typing import Literal
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.cluster.meet import ranks_in_words
 from stretto.cluster.world import World
+from stretto.telemetry.wording import ranks_in_words
 
 BEAT_S = 1.0
 NAMED_AFTER_S = 4.0

@@ -36,22 +36,27 @@ def detect(environ: Environ | None = None) -> World:
         LaunchError: The variables are incomplete or contradict one another; it says which.
     """
     environ = os.environ if environ is None else environ
-    for launcher in LAUNCHERS:
-        # Any of torchrun's two words is meant for us; of the others' it takes all.
-        present = [mark in environ for mark in launcher.marks]
-        if all(present) or (launcher.name == "torchrun" and any(present)):
-            return launcher.read(environ)
-    return World(0, Mesh((1,)), threads=fair_threads(1, environ))
+    found = _found(environ)
+    if not found:
+        return World(0, Mesh((1,)), threads=fair_threads(1, environ))
+    return found[0].read(environ)
 
 
 def explain(environ: Environ | None = None) -> str:
     """Say which launcher was found and why, and which words of others were left aside."""
     environ = os.environ if environ is None else environ
     world = detect(environ)
-    also = [
-        launcher.name
-        for launcher in LAUNCHERS
-        if launcher.name != world.launcher and all(mark in environ for mark in launcher.marks)
-    ]
-    inside = f"; inside {' inside '.join(also)}" if also else ""
+    outer = [launcher.name for launcher in _found(environ)[1:]]
+    inside = f"; inside {' inside '.join(outer)}" if outer else ""
     return f"{world.launcher}: {world.found_by}{inside}"
+
+
+def _found(environ: Environ) -> list[Launcher]:
+    """Return the launchers whose words are there, the innermost first."""
+
+    def speaks(launcher: Launcher) -> bool:
+        # Any of torchrun's two words is meant for us; of the others' it takes all.
+        enough = any if launcher.name == "torchrun" else all
+        return enough(mark in environ for mark in launcher.marks)
+
+    return [launcher for launcher in LAUNCHERS if speaks(launcher)]

@@ -16,6 +16,7 @@ from stretto.cluster.address import with_address
 from stretto.cluster.store import join_store
 from stretto.cluster.world import Mesh, World
 from stretto.errors import LaunchError
+from stretto.telemetry.wording import ranks_in_words
 
 _OPENING_S = 5.0
 """How long after one missing rank is found the others are waited for, to name all that miss."""
@@ -148,15 +149,3 @@ def _wait(room: Store, key: str, timeout_s: float, where: str) -> bytes:
             "log, or run `stretto doctor` the same way"
         ) from failure
     return answer
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 2`` or ``ranks 1-3, 7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"

@@ -2,6 +2,8 @@
 
 import math
 import unicodedata
+from collections.abc import Iterable
+from itertools import groupby
 
 from stretto.telemetry.events import (
     CheckpointSaved,
@@ -21,6 +23,8 @@ def printable(text: str) -> str:
     White space of any kind becomes a blank; control, format, surrogate and private characters go.
     Names come from run files, and a run file may come from anybody.
     """
+    if text.isprintable():  # most are, and finding out is a hundred times faster
+        return text
     spaced = (" " if char.isspace() else char for char in text)
     return "".join(char for char in spaced if not unicodedata.category(char).startswith("C"))
 
@@ -126,3 +130,15 @@ def counted(number: int, noun: str) -> str:
 
 def _accuracy(accuracy: float | None) -> str:
     return "" if accuracy is None else f", accuracy {accuracy:.1%}"
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ``rank 2``, ``ranks 1-3``, ``ranks 1, 4-6``."""
+    ordered = sorted(ranks)
+    # Neighbours in a run of numbers share the difference to their place.
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
+    ]
+    names = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank {names}" if len(ordered) == 1 else f"ranks {names}"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.cluster.meet import Card, ranks_in_words, settle_mesh
+from stretto.cluster.meet import Card, settle_mesh
 from stretto.cluster.world import Mesh
 from stretto.errors import LaunchError
 
@@ -41,8 +41,3 @@ def test_ranks_dealt_out_in_turn_are_refused_with_the_option_that_helps():
     dealt[1], dealt[2] = replace(dealt[2], rank=1), replace(dealt[1], rank=2)
     with pytest.raises(LaunchError, match=r"'host-0'.*--map-by slot"):
         settle_mesh(dealt)
-
-
-def test_ranks_are_counted_in_runs():
-    assert ranks_in_words([2]) == "rank 2"
-    assert ranks_in_words([3, 1, 2, 7]) == "ranks 1-3, 7"

@@ -1,0 +1,103 @@
+"""Stop one rank of a job (SIGSTOP); see whether the right one is named, and how soon.
+
+    python benchmarks/rank_stops.py --count 20 --seed 7
+
+One JSON object a trial, then a line that counts; exit status 1 if one failed. Also checked: the
+job ends by itself once the rank is given up, names it as the reason, and leaves nothing.
+"""
+
+import argparse
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from benchmarks.faulty_job import a_while, await_steps, await_true, of_job, start, write_job
+
+RANKS = 4
+ALLOWED_S = 10.0
+SILENCE_S = 8.0
+"""When the job gives a silent rank up; the default is longer, and so would be the campaign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One stopped rank, and what was said of it."""
+
+    seed: int
+    stopped_rank: int
+    named: str
+    named_after_s: float
+    ended_with: int
+    verdict: str
+    alive_after: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the right rank was named in time, and the job ended because of it."""
+        right = f"rank {self.stopped_rank} silent"
+        return (
+            right in self.named
+            and self.named_after_s <= ALLOWED_S
+            and self.ended_with == 1
+            and right in self.verdict
+            and self.alive_after == 0
+        )
+
+
+def main() -> int:
+    """Run the campaign; print a JSON object a trial and the count."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
+    args = parser.parse_args()
+    failed = 0
+    for trial in campaign(args.count, args.seed):
+        failed += not trial.passed
+        print(json.dumps(asdict(trial)), flush=True)
+    print(f"{args.count - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def campaign(count: int, seed: int) -> Iterator[Trial]:
+    """Yield ``count`` trials; every rank has its turn."""
+    with tempfile.TemporaryDirectory(prefix="stretto-stops-") as place:
+        run_file = write_job(Path(place))
+        for index in range(count):
+            yield one_trial(run_file, seed + index, index % RANKS)
+
+
+def one_trial(run_file: Path, seed: int, rank: int) -> Trial:
+    """Stop ``rank`` in mid-training; read what the job says until it ends."""
+    name = f"job-{seed}"
+    log = run_file.parent / f"{name}.log"
+    job = start(run_file, name, log, f"run.silence_s={SILENCE_S}")
+    await_steps(run_file.parent / "runs" / name, 2)
+    time.sleep(a_while(seed, 1.0))
+    rank_process(name, rank).send_signal(signal.SIGSTOP)
+    named_after_s = await_true(lambda: bool(silent_lines(log)), 60, f"a word about rank {rank}")
+    code = job.wait(60)
+    lines = silent_lines(log)
+    return Trial(seed, rank, lines[0], named_after_s, code, lines[-1], len(of_job(name)))
+
+
+def rank_process(name: str, rank: int) -> psutil.Process:
+    """Return the process that is ``rank``: the one whose parent has no rank."""
+    ranks = [each for each in of_job(name) if each.environ().get("RANK") == str(rank)]
+    return next(each for each in ranks if each.ppid() not in [other.pid for other in ranks])
+
+
+def silent_lines(log: Path) -> list[str]:
+    """Return what the job has said about silence."""
+    return [line for line in log.read_text(errors="replace").splitlines() if "silent for" in line]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
