@@ -1,6 +1,6 @@
 """Kill the launcher of a job (-9) at a random moment; see whether any of its processes lives on.
 
-    python benchmarks/launcher_kills.py --count 20 --seed 7
+    python -m benchmarks.launcher_kills --count 20 --seed 7
 
 The job has four ranks with a decoder process each. One JSON object a trial, then a line that
 counts; exit status 1 if one failed.

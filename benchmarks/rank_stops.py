@@ -1,6 +1,6 @@
 """Stop one rank of a job (SIGSTOP); see whether the right one is named, and how soon.
 
-    python benchmarks/rank_stops.py --count 20 --seed 7
+    python -m benchmarks.rank_stops --count 20 --seed 7
 
 One JSON object a trial, then a line that counts; exit status 1 if one failed. Also checked: the
 job ends by itself once the rank is given up, names it as the reason, and leaves nothing.

@@ -1,5 +1,6 @@
 """A batch job on a real Slurm: warned, preempted, queued again, and nothing lost."""
 
+import json
 import subprocess
 import sys
 import time
@@ -109,6 +110,21 @@ def check_nothing_lost(folder, name, calm, *, told_by):
     tensors = weights(folder, name)
     assert tensors.keys() == calm.keys()
     assert all(torch.equal(tensors[name], calm[name]) for name in calm)
+
+
+def test_the_doctor_finds_a_job_step_in_order(folder, slurm):
+    done = subprocess.run(
+        ["srun", "-N2", "-n2", *STRETTO, "doctor", "run.toml", "--json"],
+        cwd=folder,
+        env=slurm.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = {line["check"]: line for line in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 0, [line for line in found.values() if line["status"] == "FAIL"]
+    assert found["peers"]["status"] == "ok"
+    assert "slurm" in found["launcher"]["finding"]
 
 
 def test_a_job_that_is_warned_saves_and_goes_on_by_itself(folder, slurm, calm):

@@ -65,13 +65,8 @@ def examine(world: World, why: str, purpose: Purpose, patience_s: float) -> Exam
 
 
 def _work(notes: _Notes, world: World, why: str, purpose: Purpose, patience_s: float) -> None:
-    deadline_s = time.monotonic() + patience_s
     try:
-        notes.facts = gather(world, why, purpose, note=notes.now)
-        notes.now("joining the store")
-        board = join(with_address(world), notes.facts, deadline_s)
-        notes.now("meeting the others on the store")
-        notes.result = attend(board, world, notes.facts, purpose, deadline_s)
+        _look(notes, world, why, purpose, time.monotonic() + patience_s)
     except RuntimeError as lost:  # what torch's store raises
         first_line = str(lost).partition("\n")[0]
         notes.failure = LaunchError(
@@ -82,6 +77,26 @@ def _work(notes: _Notes, world: World, why: str, purpose: Purpose, patience_s: f
         notes.failure = failure
     finally:
         notes.done.set()
+
+
+def _look(notes: _Notes, world: World, why: str, purpose: Purpose, deadline_s: float) -> None:
+    """Look at this machine, whatever else is wrong; then meet the others."""
+    world, nameless = _addressed(world)
+    notes.facts = gather(world, why, purpose, note=notes.now)
+    if nameless is not None:
+        raise nameless
+    notes.now("joining the store")
+    board = join(world, notes.facts, deadline_s)
+    notes.now("meeting the others on the store")
+    notes.result = attend(board, world, notes.facts, purpose, deadline_s)
+
+
+def _addressed(world: World) -> tuple[World, LaunchError | None]:
+    """Return a world whose meeting has an address, or the world and why it has none."""
+    try:
+        return with_address(world), None
+    except LaunchError as nameless:
+        return world, nameless
 
 
 def _stuck(world: World, doing: str) -> LaunchError:
