@@ -10,7 +10,7 @@ CAMPAIGNS = {
         *("python", "benchmarks/lab_kills.py", "--count", "20", "--seed", "7"),
         *("--store", "real", "--latest-s", "5"),
     ],
-    "resume_kills": ["python", "benchmarks/resume_kills.py", "--count", "20", "--seed", "7"],
+    "resume_kills": ["python", "-m", "benchmarks.resume_kills", "--count", "20", "--seed", "7"],
     "launcher_kills": ["python", "-m", "benchmarks.launcher_kills", "--count", "20", "--seed", "7"],
     "rank_stops": ["python", "-m", "benchmarks.rank_stops", "--count", "20", "--seed", "7"],
     "images": ["python", "-m", "benchmarks.images", "--full"],

@@ -51,14 +51,16 @@ def write_job(folder: Path) -> Path:
     return run_file
 
 
-def start(run_file: Path, name: str, log: Path, *more: str) -> "subprocess.Popen[bytes]":
-    """Start the job as four workers; everything it says goes to ``log``."""
+def start(
+    run_file: Path, name: str, log: Path, *more: str, path: str | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start the job as four workers; everything it says goes to ``log``; ``path`` is its PATH."""
     settings = [f"run.folder={run_file.parent / 'runs'}", f"run.name={name}", *more]
     command = [sys.executable, "-m", "stretto", "train", str(run_file), *settings]
     with log.open("wb") as output:
         return subprocess.Popen(
             [*command, "--workers", "4"],
-            env={**os.environ, MARK: name},
+            env={**os.environ, MARK: name} | ({} if path is None else {"PATH": path}),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

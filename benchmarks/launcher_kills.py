@@ -6,18 +6,16 @@ The job has four ranks with a decoder process each. One JSON object a trial, the
 counts; exit status 1 if one failed.
 """
 
-import argparse
-import json
-import random
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faulty_job import a_while, await_steps, of_job, start, write_job
+from benchmarks.trials import run_campaign
 
 ALLOWED_S = 5.0
 
@@ -32,33 +30,24 @@ class Trial:
     alive_after_5_s: int
     gone_after_s: float | None
 
-
-def main() -> int:
-    """Run the campaign; print a JSON object a trial and the count."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
-    args = parser.parse_args()
-    failed = 0
-    for trial in campaign(args.count, args.seed):
-        failed += trial.alive_after_5_s > 0
-        print(json.dumps(asdict(trial)), flush=True)
-    print(f"{args.count - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    @property
+    def passed(self) -> bool:
+        """Whether nothing lived on."""
+        return self.alive_after_5_s == 0
 
 
-def campaign(count: int, seed: int) -> Iterator[Trial]:
+def campaign(count: int, seed: int, path: str | None = None) -> Iterator[Trial]:
     """Yield ``count`` trials: every other kill falls into the start, the rest into training."""
     with tempfile.TemporaryDirectory(prefix="stretto-kills-") as place:
         run_file = write_job(Path(place))
         for index in range(count):
-            yield one_trial(run_file, seed + index, training=index % 2 == 1)
+            yield one_trial(run_file, seed + index, training=index % 2 == 1, path=path)
 
 
-def one_trial(run_file: Path, seed: int, *, training: bool) -> Trial:
+def one_trial(run_file: Path, seed: int, *, training: bool, path: str | None) -> Trial:
     """Kill at a random moment; count what lives after the time allowed."""
     name = f"job-{seed}"
-    job = start(run_file, name, run_file.parent / f"{name}.log")
+    job = start(run_file, name, run_file.parent / f"{name}.log", path=path)
     waited_s = a_while(seed, 1.0 if training else 8.0)
     if training:
         await_steps(run_file.parent / "runs" / name, 2)
@@ -78,4 +67,4 @@ def one_trial(run_file: Path, seed: int, *, training: bool) -> Trial:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign(campaign, __doc__))

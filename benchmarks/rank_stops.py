@@ -6,20 +6,18 @@ One JSON object a trial, then a line that counts; exit status 1 if one failed. A
 job ends by itself once the rank is given up, names it as the reason, and leaves nothing.
 """
 
-import argparse
-import json
-import random
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from benchmarks.faulty_job import a_while, await_steps, await_true, of_job, start, write_job
+from benchmarks.trials import run_campaign
 
 RANKS = 4
 ALLOWED_S = 10.0
@@ -50,20 +48,6 @@ class Trial:
             and right in self.verdict
             and self.alive_after == 0
         )
-
-
-def main() -> int:
-    """Run the campaign; print a JSON object a trial and the count."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
-    args = parser.parse_args()
-    failed = 0
-    for trial in campaign(args.count, args.seed):
-        failed += not trial.passed
-        print(json.dumps(asdict(trial)), flush=True)
-    print(f"{args.count - failed} passed, {failed} failed")
-    return 1 if failed else 0
 
 
 def campaign(count: int, seed: int) -> Iterator[Trial]:
@@ -100,4 +84,4 @@ def silent_lines(log: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign(campaign, __doc__))

@@ -1,12 +1,10 @@
 """Kill a whole job at a random step, resume it, and compare with a run nobody disturbed.
 
-    python benchmarks/resume_kills.py --count 20 --seed 7
+    python -m benchmarks.resume_kills --count 20 --seed 7
 
 One JSON object a trial, then a line that counts; exit status 1 if one failed.
 """
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -15,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from benchmarks.trials import run_campaign
 from stretto.checkpoint import load_one
 from stretto.telemetry.events import StepDone
 from stretto.telemetry.sinks import read_events
@@ -65,19 +64,10 @@ class Trial:
     resumed_at_step: int
     equal: bool
 
-
-def main() -> int:
-    """Run the campaign; print a JSON object a trial and the count."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))
-    args = parser.parse_args()
-    failed = 0
-    for trial in campaign(args.count, args.seed):
-        failed += not trial.equal
-        print(json.dumps(asdict(trial)), flush=True)
-    print(f"{args.count - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    @property
+    def passed(self) -> bool:
+        """Whether the resumed run ended with the bits of the undisturbed one."""
+        return self.equal
 
 
 def campaign(count: int, seed: int) -> Iterator[Trial]:
@@ -172,4 +162,4 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign(campaign, __doc__))

@@ -1,10 +1,29 @@
-"""Ranks that hang, launchers that die: a few of the many that ``make campaign`` tries."""
+"""Ranks that hang, launchers that die, saves that take long; ``make campaign`` tries many more."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks import launcher_kills, rank_stops
+from benchmarks.faulty_job import await_true
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
+
+SLOW_TO_SAVE = """
+import time
+from torch import nn
+
+class Slow(nn.Sequential):
+    def state_dict(self, *args, **named):
+        time.sleep(6)
+        return super().state_dict(*args, **named)
+
+def build():
+    return Slow(nn.Flatten(), nn.Linear(3 * 16 * 16, 8))
+"""
 
 
 def test_a_killed_launcher_leaves_no_process():
@@ -14,6 +33,42 @@ def test_a_killed_launcher_leaves_no_process():
     assert trials[1].processes_before > 4
 
 
+def test_without_the_kernel_s_signal_ranks_end_by_themselves(tmp_path):
+    # Nothing is on this PATH, so ranks start without setpriv's parent-death signal.
+    _, training = launcher_kills.campaign(count=2, seed=12, path=str(tmp_path))
+    assert training.alive_after_5_s == 0
+
+
 def test_a_rank_that_hangs_is_named_in_time():
     (trial,) = rank_stops.campaign(count=1, seed=11)
     assert trial.passed, trial
+
+
+def test_ranks_that_wait_for_a_long_save_are_not_given_up(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
+    (tmp_path / "run.toml").write_text(
+        '[run]\nthreads = 1\nsilence_s = 3.0\n[model]\nkind = "custom"\ntarget = "slow:build"\n'
+        "[data]\nsamples = 40\nsize = 16\n[train]\nbatch = 20\nsteps = 2\n"
+    )
+    command = [sys.executable, "-m", "stretto", "train", "run.toml", "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "silent" not in done.stderr
+
+
+@pytest.mark.parametrize("word", ["TERM", "USR1"])
+def test_a_signal_before_torch_is_even_imported_is_a_stop_and_not_a_death(tmp_path, word):
+    (tmp_path / "run.toml").write_text("[data]\nsamples = 40\nsize = 16\n[train]\nbatch = 20\n")
+    command = [sys.executable, "-m", "stretto", "train", "run.toml"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as alone:
+        await_true(lambda: holds_signals_back(alone.pid), 60, "signals held back")
+        alone.send_signal(signal.Signals[f"SIG{word}"])
+        said = alone.communicate(timeout=60)[1]
+    assert (alone.returncode, said.count("Traceback")) == (75, 0), said
+    assert f"stopped by {word} before the first step" in said
+
+
+def holds_signals_back(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk"))[8:], 16)
+    return bool(blocked & 1 << (signal.SIGTERM - 1))

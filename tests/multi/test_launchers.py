@@ -27,6 +27,7 @@ width = 8
 lr = 0.02
 [strategy]
 fusion = "2KB"
+cuts = [1, 1, 1, 1, 1, 1, 2]
 algorithm = "native, ring from 1KB"
 [train]
 batch = 20

@@ -20,7 +20,14 @@ from stretto.comm.verify import verify_allreduce
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 DECISIONS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "adr").glob("*.md"))
-LINKED = (*DOCUMENTS, "CHANGELOG.md", "docs/log.md", "docs/launchers.md", *DECISIONS)
+LINKED = (
+    *DOCUMENTS,
+    "CHANGELOG.md",
+    "docs/log.md",
+    "docs/launchers.md",
+    "docs/training.md",
+    *DECISIONS,
+)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _QUOTED = re.compile(r"`([^`\n]+)`")
@@ -100,7 +107,7 @@ def test_the_quick_start_sets_up_with_two_commands():
     assert [line.partition("#")[0].strip() for line in lines] == ["make demo", "make test"]
 
 
-@pytest.mark.parametrize("document", [*LINKED[:6], "examples/text.toml", "examples/images.toml"])
+@pytest.mark.parametrize("document", [*LINKED[:7], "examples/text.toml", "examples/images.toml"])
 def test_every_stretto_command_parses(document):
     app = build_app()
     lines = command_lines(document)

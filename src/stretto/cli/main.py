@@ -9,7 +9,7 @@ from stretto.errors import StrettoError
 
 VERBS = {
     "demo": ("stretto.cli.demo:demo", "Train the embedded default with 1 and 4 workers; report."),
-    "train": ("stretto.cli.train:train", "Train a run file; under torchrun or a lab, join."),
+    "train": ("stretto.cli.train:train", "Train a run file; under torchrun, srun, mpirun, join."),
     "slurm": ("stretto.cli.slurm:slurm", "Write a run as a batch job for Slurm; submit it."),
     "doctor": (
         "stretto.cli.doctor:doctor",

@@ -2,10 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from stretto.run import RunConfig
 
 MOST_WORKERS_PER_CORE = 16
 """More ranks than this on one machine are a slip of the finger."""
@@ -14,8 +10,8 @@ MOST_WORKERS_PER_CORE = 16
 def train(run: Path, /, *overrides: str, workers: int | None = None, resume: bool = False) -> int:
     """Train what RUN describes.
 
-    Alone it is one rank; with --workers it starts that many on this machine; under torchrun or in
-    a lab it joins.
+    Alone it is one rank; with --workers it starts that many on this machine; under torchrun, srun,
+    mpirun or in a lab it joins. TERM, INT, USR1 or USR2 to any rank: all save and end with 75.
 
     Parameters
     ----------
@@ -28,34 +24,45 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     resume
         Go on from the newest valid checkpoint of this run.
     """
+    from stretto.launch.early import quiet_torch, signals_held_back
+
+    quiet_torch()
+    # model.target may name a module beside the run file or where we stand, as `python -m` allows.
+    sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
+    if workers is None:
+        with signals_held_back():
+            return _join(run, overrides, resume)
+    return _launch(run, overrides, workers, resume)
+
+
+def _join(run: Path, overrides: tuple[str, ...], resume: bool) -> int:
+    """Be one rank, as whoever started us says."""
     from stretto.cluster.detect import detect
     from stretto.config import load
     from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.worker import run_worker
     from stretto.run import RunConfig
 
-    # model.target may name a module beside the run file or where we stand, as `python -m` allows.
-    sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
-    loaded = load(RunConfig, run, overrides)
-    if workers is None:
-        ended = run_worker(loaded, detect(), resume=resume)
-        return STOPPED_EXIT_CODE if ended and ended.again else 0
-    check_workers(workers)
-    again = ["--resume"] if resume else []
-    return _launch(loaded.config, ["train", str(run), *overrides, *again], workers, resume)
+    ended = run_worker(load(RunConfig, run, overrides), detect(), resume=resume)
+    return STOPPED_EXIT_CODE if ended and ended.again else 0
 
 
-def _launch(config: "RunConfig", arguments: list[str], workers: int, resume: bool) -> int:
+def _launch(run: Path, overrides: tuple[str, ...], workers: int, resume: bool) -> int:
+    """Start ranks here, once what can be seen beforehand is in order; return how they ended."""
+    from stretto.config import load
     from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.folder import newest_checkpoint, refuse_taken
     from stretto.launch.local import run_here
-    from stretto.run import prepare
+    from stretto.run import RunConfig, prepare
     from stretto.train.finetune import check_init
 
+    config = load(RunConfig, run, overrides).config
+    check_workers(workers)
     refuse_taken(config.run_dir, resume)
     prepared = prepare(config)
     if not resume:
         check_init(config.init, prepared.model, _say)
+    arguments = ["train", str(run), *overrides, *(["--resume"] if resume else [])]
     outcome = run_here(arguments, workers, logs=config.run_dir / "logs", say=_say, keep_logs=resume)
     if outcome.reason:
         _say(outcome.reason)

@@ -3,6 +3,7 @@
 import socket
 import subprocess
 from dataclasses import replace
+from ipaddress import ip_address
 
 from stretto.cluster.world import World
 from stretto.errors import LaunchError
@@ -13,24 +14,34 @@ def with_address(world: World) -> World:
 
     Slurm's node names need not be known to the resolver: Slurm has addresses of its own for them.
     """
-    if world.meeting is None or _resolves(world.meeting.host):
+    if world.meeting is None:
         return world
     host = world.meeting.host
+    if found := _address_of(host, world):
+        return world
     address = _slurm_address(host) if world.launcher == "slurm" else None
     if address is None:
+        what = "leads to this very host" if found is None else "is not known to the resolver"
         raise LaunchError(
-            f"the meeting point {host} has no address here: the resolver does not know it; set "
-            "MASTER_ADDR to an address of rank 0's host on all ranks"
+            f"the meeting point {host} has no address for all hosts: the name {what} (see "
+            "/etc/hosts); set MASTER_ADDR to an address of rank 0's host on all ranks"
         )
     return replace(world, meeting=replace(world.meeting, host=address))
 
 
-def _resolves(host: str) -> bool:
+def _address_of(host: str, world: World) -> str | None:
+    """Return where a name leads, "" where nowhere, None where each host would find itself.
+
+    Some systems give a machine's own name a loopback address: rank 0 would listen there, and
+    nobody else would find it. A loopback address that is given as such is meant.
+    """
     try:
-        socket.getaddrinfo(host, None)
+        address = str(socket.getaddrinfo(host, None)[0][4][0])
     except OSError:
-        return False
-    return True
+        return ""
+    is_name = address != host
+    itself = is_name and world.mesh.hosts > 1 and ip_address(address).is_loopback
+    return None if itself else address
 
 
 def _slurm_address(node: str) -> str | None:

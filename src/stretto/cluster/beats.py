@@ -6,7 +6,7 @@ host that hangs is named as such. Only differences on one's own monotonic clock 
 
 A rank that is silent for a while is named; one that is silent for ``silence_s`` is given up: the
 verdict goes to the store, and every rank ends, because none can leave a collective by itself. A
-rank also ends when the store or its parent process is gone: with them went whoever would end it.
+rank also ends when the store is gone: with it went whoever would end it.
 """
 
 import json
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -69,7 +70,8 @@ class Pulse:
         self._say = say
         self.step = 0
         """Where this rank is; written by the loop, told with each beat."""
-        self._parent = os.getppid()
+        held_by_rank_0 = world.meeting is not None and world.meeting.held_by_rank_0
+        self._holder = "rank 0" if held_by_rank_0 else "the launcher"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="stretto-beats", daemon=True)
         self._tell(0)
@@ -95,28 +97,33 @@ class Pulse:
                 count += 1
                 self._tell(count)
                 self._listen(watch)
-                if os.getppid() != self._parent:
-                    self._leave("whoever started this rank is gone: ending too")
         except RuntimeError:
             if not self._over.is_set():
-                self._leave("the launcher is gone (its store does not answer): ending too")
+                self._leave(f"{self._holder} is gone (its store does not answer): ending too")
 
     def _listen(self, watch: "Watch") -> None:
         asked = watch.asks()
         heard = self._store.multi_get([f"beat/{rank}" for rank in asked])
         told = watch.hear(dict(zip(asked, map(bytes.decode, heard), strict=True)), time.monotonic())
         for line in told.lines:
-            self._say(line)
+            self._tell_people(line)
         if told.verdict is not None:
             leave_verdict(self._root, self._world.generation, told.verdict)
         if self._store.check(["verdict"]) and not self._over.wait(_LAST_WORDS_S):
             kept = read_verdict(self._root, self._world.generation)
             self._leave(kept.reason if kept else "another rank failed")
 
+    def _tell_people(self, line: str) -> None:
+        # Whoever read what we say may be gone: that is one reason to be here.
+        with suppress(OSError, ValueError):
+            self._say(line)
+
     def _leave(self, why: str) -> None:
         """End this process from a side thread: its main thread may be stuck for good."""
-        self._say(why)
-        os._exit(1)
+        try:
+            self._tell_people(why)
+        finally:
+            os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from stretto.cluster.world import Mesh, World
 from stretto.errors import LaunchError
 from stretto.telemetry.wording import ranks_in_words
 
-_OPENING_S = 5.0
-"""How long after one missing rank is found the others are waited for, to name all that miss."""
+_ANSWER_S = 10.0
+"""How much longer than rank 0 for the others, they wait for its answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def _meet(world: World, timeout_s: float) -> Met:
     if world.rank == 0:
         room.set("mesh", _answer(room, world, timeout_s))
     where = f"{world.meeting.host}:{world.meeting.port}"
-    answer = json.loads(_wait(room, "mesh", timeout_s + 2 * _OPENING_S, where))
+    answer = json.loads(_wait(room, "mesh", timeout_s + _ANSWER_S, where))
     if "wrong" in answer:
         raise LaunchError(answer["wrong"])
     return Met(replace(world, mesh=Mesh(tuple(answer["mesh"]))), store)
@@ -117,22 +117,16 @@ def _answer(room: Store, world: World, timeout_s: float) -> str:
 
 
 def _take_cards(room: Store, size: int, timeout_s: float) -> list[Card]:
-    missing: list[int] = []
-    cards: list[Card] = []
-    for rank in range(size):
-        patience_s = _OPENING_S if missing else timeout_s
-        try:
-            room.wait([f"card/{rank}"], timedelta(seconds=patience_s))
-        except RuntimeError:
-            missing.append(rank)
-            continue
-        cards.append(_card(json.loads(room.get(f"card/{rank}"))))
-    if missing:
+    keys = [f"card/{rank}" for rank in range(size)]
+    try:
+        room.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        missing = [rank for rank, key in enumerate(keys) if not room.check([key])]
         raise LaunchError(
             f"{ranks_in_words(missing)} of {size} did not come to the meeting within "
             f"{timeout_s:g} s: look into their logs, or run `stretto doctor` the same way"
-        )
-    return cards
+        ) from None
+    return [_card(json.loads(room.get(key))) for key in keys]
 
 
 def _card(fields: Mapping[str, object]) -> Card:

@@ -7,9 +7,13 @@ says where to listen, and the first line of output is the port: so does the head
 import argparse
 import socket
 import sys
+import time
 
-from stretto.cluster.store import HeldStore, hold_store, serve_on
+from stretto.cluster.store import FAREWELL, HeldStore, hold_store, serve_on
 from stretto.errors import LaunchError
+
+_LINGER_S = 3.0
+"""Longer than the others need to notice a death, shorter than an orphan may live."""
 
 
 def main() -> int:
@@ -25,7 +29,8 @@ def main() -> int:
         return failure.exit_code
     sys.stdout.write(f"{held.port}\n")
     sys.stdout.flush()
-    sys.stdin.read()
+    if sys.stdin.buffer.read() != FAREWELL:
+        time.sleep(_LINGER_S)
     return 0
 
 

@@ -18,7 +18,11 @@ def read(environ: Environ) -> World:
     """Return the world of a job step; a step of one task is a world of its own."""
     rank, size = read_rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     mesh = Mesh(tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))))
-    _check(environ, rank, size, mesh)
+    if mesh.size != size:
+        raise LaunchError(
+            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} are {mesh.size} "
+            f"tasks, but SLURM_STEP_NUM_TASKS={size}: unset what an outer job left behind"
+        )
     number_of_job, step = environ.get("SLURM_JOB_ID", "?"), environ["SLURM_STEP_ID"]
     restarts = number(environ, "SLURM_RESTART_COUNT", 0)
     job = f"slurm {number_of_job}.{step} restart {restarts}"
@@ -61,23 +65,6 @@ def first_host(nodelist: str) -> str:
             end = place
             break
     return _BRACKETS.sub(r"\1", nodelist[:end])
-
-
-def _check(environ: Environ, rank: int, size: int, mesh: Mesh) -> None:
-    if mesh.size != size:
-        raise LaunchError(
-            f"SLURM_STEP_TASKS_PER_NODE={environ['SLURM_STEP_TASKS_PER_NODE']} are {mesh.size} "
-            f"tasks, but SLURM_STEP_NUM_TASKS={size}: unset what an outer job left behind"
-        )
-    node = number(environ, "SLURM_NODEID", mesh.host_of(rank))
-    local = number(environ, "SLURM_LOCALID", rank - mesh.on_host(mesh.host_of(rank)).start)
-    where = (mesh.host_of(rank), rank - mesh.on_host(mesh.host_of(rank)).start)
-    if (node, local) != where:
-        raise LaunchError(
-            f"rank {rank} is task {local} of node {node} by Slurm's count, but task {where[1]} of "
-            f"node {where[0]} when ranks are numbered node after node: start with "
-            "srun --distribution=block"
-        )
 
 
 def _threads(environ: Environ, mesh: Mesh, rank: int) -> int:

@@ -8,6 +8,7 @@ import atexit
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from stretto.cluster.world import Meeting, World
 from stretto.errors import LaunchError
+
+FAREWELL = b"done\n"
+"""What whoever started a store says when it is no longer needed. A pipe that closes without it
+was a death: then the store stays a moment, so that the others can read whose."""
 
 _DEAF = 'trap "" INT TERM HUP USR1 USR2; exec "$@"'
 """A scheduler signals every process of a job; this one ends with its standard input only."""
@@ -109,6 +114,6 @@ def _start_store(meeting: Meeting) -> None:
 
 
 def _let_go(process: "subprocess.Popen[bytes]") -> None:
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait()
+    """End the store at once: we end in good order, and so have the others."""
+    with suppress(BrokenPipeError):
+        process.communicate(FAREWELL)

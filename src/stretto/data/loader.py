@@ -27,10 +27,10 @@ class LoadedShare:
 
 
 class Prefetch:
-    """Shares in order, up to ``depth`` of them loaded ahead, but never across the end of a pass.
+    """Shares in order, up to ``depth`` of them loaded ahead.
 
-    When a rank asks for the first share of a pass, all ranks have read all of the pass before:
-    what they decoded then is in the cache they share.
+    While a pass fills the source's cache, nothing of the next pass is loaded before it is asked
+    for: by then all ranks have read all of this one, and what they decoded is in the cache.
 
     The thread is one worker of an executor, so an error in the source comes out of ``next``, at
     the share it belongs to, and ends the iteration; so does an error of the iterator of shares.
@@ -97,7 +97,7 @@ class Prefetch:
                 self._shares = iter(())
                 self._ahead.append(_failed(wrong))
                 return
-            if self._epoch in (None, share.epoch):
+            if self._epoch in (None, share.epoch) or not self._source.fills_cache:
                 self._load(share)
             else:
                 self._kept = share

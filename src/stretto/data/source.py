@@ -58,6 +58,11 @@ class Source(Protocol):
         """Largest share of samples that may be bad before the run is not worth going on with."""
         ...
 
+    @property
+    def fills_cache(self) -> bool:
+        """What is read in this epoch will be at hand, for all ranks of the host, in the next."""
+        ...
+
     def batch(self, indices: NDArray[np.int64], epoch: int = 0) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, in the order of ``indices``, without what cannot be read.
 
@@ -87,6 +92,7 @@ class SelfContained:
     """The part of a source's contract that is empty where no file or process stands behind it."""
 
     bad_limit = 1.0
+    fills_cache = False
 
     def start(self, place: Place) -> None:
         """Do nothing: samples are at hand at any time."""

@@ -15,9 +15,6 @@ CHECKPOINTS = 3
 UNKNOWN_NEED_BYTES = parse_bytes("1GB")
 """Room to ask for when no run file tells the model."""
 
-MOST_DECODERS = 8
-"""Of a rank that was not told how many."""
-
 
 def purpose_of(config: RunConfig, *, model_is_known: bool) -> Purpose:
     """Return what ``config`` needs; ``model_is_known`` tells that a run file was given.
@@ -36,7 +33,7 @@ def purpose_of(config: RunConfig, *, model_is_known: bool) -> Purpose:
         silence_s=config.run.silence_s,
         timeout_s=config.run.timeout_s,
         threads=config.run.threads,
-        decoders=_decoders(config),
+        decoders=config.data.most_decoders if isinstance(config.data, ImagesConfig) else 0,
     )
 
 
@@ -57,9 +54,3 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def _num_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
-
-
-def _decoders(config: RunConfig) -> int:
-    if not isinstance(config.data, ImagesConfig):
-        return 0
-    return config.data.decoders or MOST_DECODERS

@@ -44,10 +44,25 @@ def _lock(stack: ExitStack, run_dir: Path, resume: bool) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not resume:
-            raise ConfigError(
-                f"run folder {run_dir} is in use by a run that goes on: wait for it, or give this "
-                "one another name: run.name=..."
-            ) from None
+            raise _in_use(run_dir) from None
+
+
+def _refuse_in_use(run_dir: Path) -> None:
+    """Refuse a folder that a living run holds, without holding it."""
+    if not (run_dir / "lock").exists():
+        return
+    with (run_dir / "lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(run_dir) from None
+
+
+def _in_use(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        f"run folder {run_dir} is in use by a run that goes on: wait for it, or give this one "
+        "another name: run.name=..."
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> str | None:
@@ -61,6 +76,8 @@ def refuse_taken(run_dir: Path, resume: bool) -> None:
     """Raise `ConfigError` where a run would be overwritten, or its folder cannot be one."""
     if any(path.exists() and not path.is_dir() for path in (run_dir, *run_dir.parents)):
         raise ConfigError(f"run folder {run_dir}: a part of this path is a file, not a folder")
+    if not resume:
+        _refuse_in_use(run_dir)
     if (kept := newest_checkpoint(run_dir)) and not resume:
         raise ConfigError(
             f"run folder {run_dir} holds a run already (newest checkpoint {kept}); go on with "

@@ -84,6 +84,8 @@ def after_signal(
         running: the ranks that did not, and are killed now.
     """
     name = signal_name(received)
+    if not running and set(ended.values()) == {0}:
+        return Outcome(0)  # it came when the work was done
     if not running and set(ended.values()) in ({STOPPED_EXIT_CODE}, {0, STOPPED_EXIT_CODE}):
         return Outcome(STOPPED_EXIT_CODE, reason=f"stopped by {name} after saving; {GO_ON}")
     reason = f"ended by {name}"

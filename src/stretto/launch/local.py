@@ -10,6 +10,7 @@ from stretto.cluster.beats import read_verdict
 from stretto.cluster.store import hold_store
 from stretto.cluster.words import fair_threads
 from stretto.errors import ConfigError
+from stretto.launch.parent import PARENT, WORKERS
 from stretto.launch.pipes import Screen
 from stretto.launch.processes import Outcome, Worker
 from stretto.launch.watch import run_workers
@@ -76,7 +77,8 @@ def _environment(rank: int, workers: int, port: int) -> Mapping[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": str(fair_threads(workers)),
-        "STRETTO_LAUNCHER": "stretto train --workers",
+        "STRETTO_LAUNCHER": WORKERS,
+        PARENT: str(os.getpid()),
         # Else what a rank prints waits for a full buffer, and is lost when it is killed.
         "PYTHONUNBUFFERED": "1",
     }

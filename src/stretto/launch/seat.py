@@ -1,7 +1,8 @@
 """A rank's seat among the others: channels, beats, and whom to blame when something breaks."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -70,11 +71,26 @@ def agreement_of(seat: Seat, request: StopRequest) -> Agreement:
     return Agreement(seat.control, request.word, tell_step)
 
 
-def blame(failure: Exception, seat: Seat) -> Exception:
-    """Tell the store who failed first, and a victim who it was.
+def leave(seat: Seat) -> None:
+    """Wait until every rank has come this far, beating; nobody watches what comes after."""
+    meet_all(seat.control)
+    if seat.pulse:
+        seat.pulse.stop()
 
-    A rank that lost a peer waits a moment for the word of whoever broke first.
-    """
+
+@contextmanager
+def blaming(seat: Seat) -> Iterator[None]:
+    """Tell the store who failed first, and a victim who it was."""
+    try:
+        yield
+    except Exception as failure:
+        if (blamed := _blame(failure, seat)) is not failure:
+            raise blamed from failure
+        raise
+
+
+def _blame(failure: Exception, seat: Seat) -> Exception:
+    """Return what to raise: a rank that lost a peer asks for the word of whoever broke first."""
     if seat.pulse is None:
         return failure
     store, generation, rank = meet(seat.world).store, seat.world.generation, seat.world.rank

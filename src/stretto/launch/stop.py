@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from stretto.errors import STOPPED_EXIT_CODE, StrettoError
+from stretto.launch.early import let_signals_through
 from stretto.train.agreement import STOP_WORDS
 
 
@@ -57,6 +58,7 @@ def heeding() -> Iterator[StopRequest]:
     request = StopRequest()
     before = {number: signal.signal(number, request.note) for number in _numbers()}
     try:
+        let_signals_through()
         yield request
     finally:
         if not request.closed:

@@ -15,9 +15,10 @@ from stretto.comm.channel import Channel
 from stretto.comm.spread import gather_text, meet_all, spread_text
 from stretto.config import Loaded
 from stretto.data.source import Place
-from stretto.errors import ConfigError
+from stretto.errors import STOPPED_EXIT_CODE, ConfigError
 from stretto.launch.folder import enter_run
-from stretto.launch.seat import Seat, agreement_of, blame, take_seat
+from stretto.launch.parent import WORKERS, end_with_parent
+from stretto.launch.seat import Seat, agreement_of, blaming, leave, take_seat
 from stretto.launch.stop import StopRequest, heeding
 from stretto.run import Prepared, RunConfig, assemble, digest, flat_settings, prepare, resolve_run
 from stretto.telemetry.events import Event, RunEnded, RunStarted
@@ -51,17 +52,22 @@ def run_worker(
     """
     stream = stream or sys.stderr
     resume = resume or world.generation > 0
+    if world.meeting is not None:
+        end_with_parent()
     torch.set_num_threads(loaded.config.run.threads or world.threads)
-    with heeding() as request, ExitStack() as stack:
+    with heeding() as request, ExitStack() as seats:
         prepared = prepare(loaded.config)
         loaded = resolve_run(loaded, world, prepared.model)
-        seat = take_seat(stack, loaded.config.run, world, stream)
-        try:
-            return _run(stack, loaded, prepared, seat, request, resume)
-        except Exception as failure:
-            if (blamed := blame(failure, seat)) is not failure:
-                raise blamed from failure
-            raise
+        seat = take_seat(seats, loaded.config.run, world, stream)
+        request.defer()
+        with ExitStack() as stack, blaming(seat):
+            ended = _run(stack, loaded, prepared, seat, request, resume)
+        if ended is not None and ended.again:
+            request.close()
+            _say_how_to_go_on(seat)
+        # All is written and closed; some launchers end everybody when the first rank leaves.
+        leave(seat)
+        return ended
 
 
 def _run(
@@ -86,15 +92,18 @@ def _run(
     if config.run.trace:
         stack.callback(_write_trace, config.run_dir, parts, stream)
     report(_started(config, parts, note))
-    request.defer()
-    ended = train(parts, first_step, agreement_of(seat, request))
-    if ended.again:
-        request.close()
-    if seat.pulse:
-        seat.pulse.stop()
-    # Rank 0 may still write, and some launchers end everybody when the first one leaves.
-    meet_all(seat.control)
-    return ended
+    return train(parts, first_step, agreement_of(seat, request))
+
+
+def _say_how_to_go_on(seat: Seat) -> None:
+    """Tell what comes next; our own launcher says it once for all, others do not know it."""
+    if seat.world.rank or seat.world.launcher == WORKERS:
+        return
+    if seat.world.ask_restart:
+        command = " ".join(seat.world.ask_restart)
+        _say(seat.stream, f"saved; `{command}` starts this job again, and it goes on by itself")
+    else:
+        _say(seat.stream, f"saved; go on with --resume (exit code {STOPPED_EXIT_CODE})")
 
 
 def _start_data(stack: ExitStack, prepared: Prepared, seat: Seat, key: str) -> None:

@@ -4,6 +4,7 @@ It starts when the share is loaded and is needed when backward begins, so that f
 On a channel of its own it never comes between a strategy's messages.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Settled:
     """Samples of this step over all ranks: those that could be read."""
     stop: str = ""
     """Who was asked to stop, and how, as words; empty when nobody was."""
+    wait_s: float = 0.0
+    """How long this rank stood still for the answer: for the slowest to have its samples."""
 
 
 class Agreement:
@@ -54,9 +57,11 @@ class Agreement:
         """Return what the ranks agreed on; may be asked again."""
         if self._pending is not None:
             sums, pending = self._pending
+            asked_s = time.monotonic()
             pending.wait()
+            wait_s = time.monotonic() - asked_s
             num_samples, *votes, ranks = (int(value) for value in sums.tolist())
-            self._settled = Settled(num_samples, _in_words(votes, ranks))
+            self._settled = Settled(num_samples, _in_words(votes, ranks), wait_s)
             self._pending = None
         return self._settled
 

@@ -47,8 +47,10 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
                 update(parts, step, agreed)
                 strategy.after_update()
             settled = agreement.settled()
-            meter.add_loss(loss, settled.num_samples)
-            if parts.is_due(config.log_every, step):
+            meter.add(loss, settled)
+            is_last = step + 1 == parts.total_steps
+            stopped = "" if is_last else settled.stop
+            if stopped or parts.is_due(config.log_every, step):
                 done = meter.summary(lr)
                 parts.report(done)
                 _check_finite(done)
@@ -56,9 +58,9 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
                 result = evaluate(parts, step + 1)
                 parts.report(result)
                 parts.judge(result)
-            if parts.is_due(None, step) and (read := reading.account(step + 1)):
+            stopped = stopped or ("" if is_last else parts.watch.verdict)
+            if (stopped or parts.is_due(None, step)) and (read := reading.account(step + 1)):
                 parts.report(read)
-            stopped = "" if step + 1 == parts.total_steps else settled.stop or parts.watch.verdict
             if parts.checkpoints and (stopped or parts.is_due(config.save_every, step)):
                 save_state(parts, step + 1)
             if stopped:

@@ -12,6 +12,7 @@ from stretto.comm.execute import execute
 from stretto.data.loader import LoadedShare
 from stretto.telemetry.events import EvalDone, RunEnded, StepDone
 from stretto.telemetry.timeline import Span
+from stretto.train.agreement import Settled
 from stretto.train.parts import Parts
 
 
@@ -48,10 +49,11 @@ class Meter:
         yield
         self._comm_s += time.monotonic() - start_s
 
-    def add_loss(self, loss: Tensor, num_samples: int) -> None:
+    def add(self, loss: Tensor, settled: Settled) -> None:
         """Add this rank's sum of losses and all ranks' samples; the device is not read yet."""
         self._loss = loss if self._loss is None else self._loss + loss
-        self._samples += num_samples
+        self._samples += settled.num_samples
+        self._comm_s += settled.wait_s
 
     def summary(self, lr: float) -> StepDone:
         """Return the means since the last line, over all ranks (one small all-reduce)."""

@@ -53,8 +53,10 @@ def accumulate(
         seed_randomness(parts.seed, step, micro, parts.channel.rank)
         with parts.recorder.span("forward", "compute", step=step):
             loss = per_sample_loss(forward(parts, inputs), targets).sum()
+        with parts.recorder.span("agree", "wait", step=step):
+            num_samples = agreement.settled().num_samples
         with parts.recorder.span("backward", "compute", step=step):
-            (loss / agreement.settled().num_samples).backward()
+            (loss / num_samples).backward()
         total += loss.detach()
     return total
 

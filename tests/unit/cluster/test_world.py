@@ -139,7 +139,6 @@ def test_of_launchers_inside_one_another_the_innermost_started_us(environ, launc
         (SLURM, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3 does not fit SLURM_STEP_NUM_TASKS=3"),
         (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "2,2"}, "are 4 tasks, but SLURM_STEP_NUM_TASKS=3"),
         (SLURM, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "'two' is not a list of counts"),
-        (SLURM, {"SLURM_LOCALID": "1"}, "--distribution=block"),
         (OPENMPI, {"OMPI_COMM_WORLD_RANK": "4"}, "does not fit OMPI_COMM_WORLD_SIZE=4"),
         (OPENMPI, {"OMPI_MCA_orte_hnp_uri": None}, "mpirun -x MASTER_ADDR=HOST"),
         (OPENMPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"}, "LOCAL_SIZE=5 does not fit"),

@@ -13,6 +13,7 @@ class Counting:
     """A source whose inputs are the indices; it tells when each batch has been made."""
 
     num_samples = 100
+    fills_cache = False
 
     def __init__(self, fail_at=None):
         self.made = threading.Semaphore(0)
@@ -54,8 +55,9 @@ def test_the_source_is_told_the_epoch_of_each_share():
     assert source.epochs == [4, 4, 5]
 
 
-def test_nothing_of_the_next_pass_is_read_before_this_one_is_over():
+def test_while_a_cache_fills_nothing_of_the_next_pass_is_read_before_this_one_is_over():
     source = Counting()
+    source.fills_cache = True
     passes = [Share(np.arange(2), 2, epoch) for epoch in (0, 0, 1, 1, 2)]
     seen = []
     with Prefetch(source, passes) as loaded:

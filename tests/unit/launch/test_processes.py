@@ -153,13 +153,14 @@ def start_launcher(script):
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "USR2"])
 def test_a_signal_to_the_launcher_is_passed_on_and_ends_everything(tmp_path, name):
+    # This worker dies of no signal and saves nothing: it says so with a code of its own.
     ready, heard = tmp_path / "pid", tmp_path / "heard"
     number = signal.Signals[f"SIG{name}"]
-    trap = f"trap 'echo {name} > {heard}; exit 0' {name}"
+    trap = f"trap 'echo {name} > {heard}; exit 7' {name}"
     with start_launcher(f"{trap}; echo $$ > {ready}; while :; do sleep 0.02; done") as launcher:
         worker = int(await_text(ready))
         launcher.send_signal(number)
-        assert launcher.communicate()[0] == f"ended by {name}\n"
+        assert launcher.communicate()[0] == f"ended by {name}; rank 0 ended with exit code 7\n"
     assert launcher.returncode == 128 + number
     assert heard.read_text() == f"{name}\n"
     assert not is_running(worker)

@@ -3,13 +3,17 @@
 Row i holds image i and a digest of it, written after the image and checked on every use: a row
 that is absent, half written or damaged is decoded anew. Nobody is in charge: whoever opens the
 file first makes room in it, under a lock, and rows that two ranks write are the same bytes.
+
+Note "who may delete a file". A cache in a folder has a shared lock on its file for as long as it
+is mapped, so a file that can be locked for oneself is in nobody's use. Whoever opens or deletes
+files has the folder locked meanwhile: none is deleted between being opened and being locked.
 """
 
 import fcntl
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +23,7 @@ import psutil
 import xxhash
 from numpy.typing import NDArray
 
+from stretto.data.images.memory import memory_left
 from stretto.errors import ConfigError
 from stretto.units import format_bytes
 
@@ -89,20 +94,26 @@ def open_in_memory(name: str, demand: Demand, meet: Callable[[], None]) -> Cache
         finally:
             path.unlink(missing_ok=True)
         with _refused(f"data.cache = 'memory': cannot make room in {folder}", _LESS_MEMORY):
-            return _map(file, folder, demand)
+            with _locked(file.fileno()):
+                _make_room(file.fileno(), folder, demand)
+            return _map(file, demand)
 
 
 def open_in_folder(folder: Path, prefix: str, version: str, demand: Demand) -> Cache:
-    """Return the cache that is kept in ``folder``; one of another version gives way to it."""
+    """Return the cache that is kept in ``folder``; unused ones of other versions give way to it."""
     limit = "free" if demand.limit is None else str(demand.limit)
     path = folder / f"{prefix}-{version}-{limit}"
     with _refused(f"data.cache = 'file': cannot keep images in {folder}", _ANOTHER_FOLDER):
         folder.mkdir(parents=True, exist_ok=True)
-        for outdated in folder.glob(f"{prefix}-*"):
-            if outdated != path:
-                outdated.unlink(missing_ok=True)
-        with _open(path) as file:
-            return _map(file, folder, demand)
+        with _opened(folder) as opened, _locked(opened):
+            for other in folder.glob(f"{prefix}-*"):
+                if other != path:
+                    _delete_unless_used(other)
+            with _open(path) as file:
+                # Kept by the mapping, which holds the file open after us.
+                fcntl.flock(file, fcntl.LOCK_SH)
+                _make_room(file.fileno(), folder, demand)
+                return _map(file, demand)
 
 
 @contextmanager
@@ -114,19 +125,40 @@ def _refused(what: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {wrong.strerror}; {advice}") from wrong
 
 
-def _open(path: Path) -> BinaryIO:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Give a descriptor of ``folder`` itself."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
+
+
+@contextmanager
+def _locked(opened: int) -> Iterator[None]:
+    fcntl.flock(opened, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        # Not left to the end of a file: its mapping keeps it open, and so would the lock.
+        fcntl.flock(opened, fcntl.LOCK_UN)
+
+
+def _open(path: Path, flags: int = os.O_CREAT) -> BinaryIO:
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o600), "r+b")
 
 
-def _map(file: BinaryIO, folder: Path, demand: Demand) -> Cache:
+def _delete_unless_used(path: Path) -> None:
+    """Delete the file, unless a cache has it mapped or it is another user's."""
+    with suppress(FileNotFoundError, PermissionError, BlockingIOError), _open(path, 0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
+
+def _map(file: BinaryIO, demand: Demand) -> Cache:
     dtype = demand.row_dtype
-    fcntl.flock(file, fcntl.LOCK_EX)
-    try:
-        _make_room(file.fileno(), folder, demand)
-    finally:
-        # Not left to the end of the file: the mapping keeps it open, and so would the lock.
-        fcntl.flock(file, fcntl.LOCK_UN)
     capacity = os.fstat(file.fileno()).st_size // dtype.itemsize
     if not capacity:  # nothing can be mapped
         return Cache(np.empty(0, dtype))
@@ -142,8 +174,9 @@ def _make_room(file: int, folder: Path, demand: Demand) -> None:
     row = demand.row_dtype.itemsize
     wanted = min(demand.num_samples, int(limit * demand.fraction) // row) * row
     if wanted > room:
+        where = f"{folder}, in the memory of this job," if folder == _SHARED_MEMORY else folder
         raise ConfigError(
-            f"data.cache_size = {format_bytes(limit)}: {folder} has room for "
+            f"data.cache_size = {format_bytes(limit)}: {where} has room for "
             f"{format_bytes(room)}, and {format_bytes(wanted)} would be needed; lower it"
         )
     if wanted > has:
@@ -153,8 +186,8 @@ def _make_room(file: int, folder: Path, demand: Demand) -> None:
 def _free_bytes(file: int, folder: Path) -> int:
     found = os.fstatvfs(file)
     free = found.f_bavail * found.f_frsize
-    if folder == _SHARED_MEMORY:  # it may promise more than the memory there is
-        free = min(free, int(psutil.virtual_memory().available))
+    if folder == _SHARED_MEMORY:  # it may promise more than the memory there is, or may be used
+        free = min(free, int(psutil.virtual_memory().available), memory_left())
     return free
 
 

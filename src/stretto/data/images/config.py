@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from stretto.config import Config
 from stretto.units import Bytes
 
+MOST_DECODERS = 8
+"""Of one rank and split, unless asked for: more would be idle, or in the way of other ranks."""
+
 
 class ImagesConfig(Config):
     """The ``[data]`` table of a run whose ``kind`` is ``"images"``."""
@@ -31,7 +34,8 @@ class ImagesConfig(Config):
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """What red, green and blue are divided by afterwards; ImageNet's by default."""
     decoders: int | None = Field(default=None, ge=1, le=64)
-    """Decoder processes per rank; this rank's share of the host's cores when not set, 8 at most."""
+    """Decoder processes per rank, for training and again for evaluation; this rank's share of the
+    host's cores when not set, 8 at most."""
     cache: Literal["none", "memory", "file"] = "memory"
     """Where decoded images are kept for later epochs, once for all ranks of a host. "memory" ends
     with the run; "file" stays in cache_folder for the next one."""
@@ -40,7 +44,7 @@ class ImagesConfig(Config):
     or half of what is free if that is less, when not set. Samples beyond it are decoded anew."""
     cache_folder: str | None = None
     """Where cache = "file" keeps its files, one per split and host; ``PATH/.stretto-cache`` when
-    not set. A file for other settings or other images is replaced."""
+    not set. A file for other settings or other images is deleted, unless a run uses it."""
     max_pixels: int = Field(default=100_000_000, ge=1)
     """Width times height above which a file counts as bad; its pixels are not decoded."""
     bad_limit: float = Field(default=0.1, ge=0, le=1)
@@ -52,6 +56,15 @@ class ImagesConfig(Config):
         if self.store is not None:
             return self.store
         return -(-self.size * 8 // 7) if self.augment == "crop" else self.size
+
+    @property
+    def most_decoders(self) -> int:
+        """Decoders that a rank has at most: a pool for training, and one for evaluation."""
+        return 2 * self.decoders_on(MOST_DECODERS)
+
+    def decoders_on(self, cores: int) -> int:
+        """Return how many decoders a rank with ``cores`` to itself may have for one split."""
+        return self.decoders or min(max(cores, 1), MOST_DECODERS)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -19,7 +19,7 @@ REQUEST = struct.Struct("<I")
 """Length of the path that follows."""
 REPLY = struct.Struct("<BI")
 """Status, and length of what follows."""
-READY, PIXELS, BAD = range(3)
+READY, PIXELS, BAD, UNREAD = range(4)
 
 IGNORED_SIGNALS = (
     signal.SIGINT,
@@ -37,21 +37,40 @@ PostScript interpreter for a file that asks for one."""
 _PR_SET_PDEATHSIG = 1
 
 
-class BadImageError(Exception):
-    """A file that is no image we take; the message is the reason, in one line."""
+class NoPixelsError(Exception):
+    """There are no pixels of a file; the message is the reason, in one line."""
+
+    status: int
+
+
+class BadImageError(NoPixelsError):
+    """The bytes of the file are no image we take, and will not be one next time."""
+
+    status = BAD
+
+
+class UnreadImageError(NoPixelsError):
+    """The system failed us; the file may be good, and may be read next time."""
+
+    status = UNREAD
 
 
 def decode(path: bytes, side: int, max_pixels: int) -> bytes:
     """Return the centre square of the image at ``path``, scaled to ``side`` by ``side`` pixels.
 
     Raises:
-        BadImageError: Whatever the reason is that there are no such pixels.
+        BadImageError: The bytes prove that there are no such pixels.
+        UnreadImageError: They could not be read or decoded this time.
     """
     try:
         return _decode(path, side, max_pixels)
     except BadImageError:
         raise
     except Exception as wrong:
+        if _lacks_memory(wrong):
+            raise UnreadImageError("not enough memory to decode it") from wrong
+        if isinstance(wrong, OSError) and wrong.errno is not None:  # Pillow's own have none
+            raise UnreadImageError(f"cannot be read: {wrong.strerror}") from wrong
         raise BadImageError(_reason(wrong)) from wrong
 
 
@@ -78,13 +97,17 @@ def _decode(path: bytes, side: int, max_pixels: int) -> bytes:
     return colours.resize((side, side), Image.Resampling.BILINEAR, box=box).tobytes()
 
 
+def _lacks_memory(wrong: Exception) -> bool:
+    # What a codec of Pillow could not allocate comes as an OSError like that of a broken file.
+    is_codecs = isinstance(wrong, OSError) and str(wrong).startswith("out of memory")
+    return is_codecs or isinstance(wrong, MemoryError)
+
+
 def _reason(wrong: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     if isinstance(wrong, UnidentifiedImageError):
         return f"not an image ({', '.join(FORMATS)})"
-    if isinstance(wrong, OSError) and wrong.strerror:
-        return f"cannot be read: {wrong.strerror}"
     kind = "" if isinstance(wrong, OSError) else f"{type(wrong).__name__}: "
     return " ".join(f"{kind}{wrong}".split())
 
@@ -95,8 +118,8 @@ def serve(requests: BinaryIO, replies: BinaryIO, side: int, max_pixels: int) -> 
         path = requests.read(*REQUEST.unpack(header))
         try:
             reply(replies, PIXELS, decode(path, side, max_pixels))
-        except BadImageError as bad:
-            reply(replies, BAD, str(bad).encode(errors="backslashreplace"))
+        except NoPixelsError as why:
+            reply(replies, why.status, str(why).encode(errors="backslashreplace"))
 
 
 def reply(replies: BinaryIO, status: int, content: bytes) -> None:

@@ -11,8 +11,9 @@ import signal
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from stretto.data.images.decoder import BAD, IGNORED_SIGNALS, READY
+from stretto.data.images.decoder import BAD, IGNORED_SIGNALS, PIXELS, READY
 from stretto.data.images.process import Decoder
 from stretto.errors import StrettoError
 
@@ -22,6 +23,16 @@ _SILENCE_S = 60.0
 """A decoder that says nothing for so long hangs, as on a file system that is gone."""
 _FAILED_STARTS = 3
 """Decoders that may end before they are ready, in one batch, until we give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why there are no pixels of a file."""
+
+    reason: str
+    """In one line."""
+    is_lasting: bool
+    """Whether the bytes prove it; what the system did, or a dead decoder, may pass."""
 
 
 class Pool:
@@ -42,8 +53,8 @@ class Pool:
         """Start one decoder and wait for an answer, so that a broken installation shows now."""
         self.decode([b""])  # no file, which is an answer like any other
 
-    def decode(self, paths: Sequence[bytes]) -> list[bytes | str]:
-        """Return, for each path, its pixels, or in words why there are none.
+    def decode(self, paths: Sequence[bytes]) -> list[bytes | Failure]:
+        """Return, for each path, its pixels, or why there are none.
 
         Raises:
             StrettoError: Decoders cannot be started here.
@@ -100,7 +111,7 @@ class Pool:
                     'check the installation of pillow (pip install "stretto[vision]")'
                 )
             else:
-                work.answer(decoder.asked.popleft(), content.decode() if status == BAD else content)
+                work.answer(decoder.asked.popleft(), _meaning(status, content))
         if decoder.has_ended:
             work.give_up_on(decoder, how=self._bury(decoder))
 
@@ -118,13 +129,13 @@ class _Work:
 
     def __init__(self, paths: Sequence[bytes]) -> None:
         self.paths = paths
-        self.answers: list[bytes | str] = [""] * len(paths)
+        self.answers: list[bytes | Failure] = [b""] * len(paths)
         self.unanswered = len(paths)
         self.waiting = deque(range(len(paths)))
         self._deaths: Counter[int] = Counter()
         self._failed_starts = 0
 
-    def answer(self, ticket: int, content: bytes | str) -> None:
+    def answer(self, ticket: int, content: bytes | Failure) -> None:
         self.answers[ticket] = content
         self.unanswered -= 1
 
@@ -142,8 +153,16 @@ class _Work:
             self._deaths[suspect] += 1
             if self._deaths[suspect] == 2:  # once may be bad luck
                 decoder.asked.popleft()
-                self.answer(suspect, f"killed the decoder twice ({how})")
+                # Memory may have run out, or a file system gone: no proof against the bytes.
+                reason = f"killed the decoder twice ({how})"
+                self.answer(suspect, Failure(reason, is_lasting=False))
         self.waiting.extendleft(reversed(decoder.asked))
+
+
+def _meaning(status: int, content: bytes) -> bytes | Failure:
+    if status == PIXELS:
+        return content
+    return Failure(content.decode(), is_lasting=status == BAD)
 
 
 def _block_signals() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import threading
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,12 +17,9 @@ from stretto.data.images.augment import Augment
 from stretto.data.images.cache import Cache, Demand, open_in_folder, open_in_memory
 from stretto.data.images.config import ImagesConfig
 from stretto.data.images.folder import find_splits, stamp
-from stretto.data.images.pool import Pool
+from stretto.data.images.pool import Failure, Pool
 from stretto.data.source import Account, Place, Skipped
 from stretto.errors import ConfigError
-
-_MOST_DECODERS = 8
-"""Of one rank, unless asked for: more would be idle, or in the way of the ranks beside it."""
 
 
 class Images:
@@ -41,11 +39,13 @@ class Images:
         self._augment = Augment(config, train=train)
         self._pool: Pool | None = None
         self._cache: Cache | None = None
-        self._bad: dict[int, str] = {}
+        self._bad: dict[int, str] = {}  # only what will not be better next time
         self._reading = threading.Lock()
         self._ledger = _Ledger()
         self.num_samples = len(self._split)
         self.bad_limit = config.bad_limit
+        self.fills_cache = False
+        self._epoch: int | None = None
         self.fingerprint = f"{self.num_samples} images, {self._stamps.content[:16]}"
 
     @property
@@ -57,6 +57,8 @@ class Images:
         """Return images [B, 3, size, size] in float32, normalised, and classes [B]."""
         labels = self._split.labels[indices]
         with self._reading:
+            if epoch != self._epoch:
+                self._epoch, self.fills_cache = epoch, False
             pixels, there = self._read(indices)
         if not there.all():
             pixels, indices, labels = pixels[there], indices[there], labels[there]
@@ -65,9 +67,8 @@ class Images:
     def start(self, place: Place) -> None:
         """Start a decoder and open the cache; meets the other ranks once if it is in memory."""
         cores = len(os.sched_getaffinity(0)) // place.local_size
-        limit = self._config.decoders or min(max(cores, 1), _MOST_DECODERS)
         self.close()
-        self._pool = self._make_pool(limit)
+        self._pool = self._make_pool(self._config.decoders_on(cores))
         self._pool.prove()
         self._cache = self._open_cache(place)
 
@@ -92,20 +93,23 @@ class Images:
         num_cached = int(there.sum())
         missing = [p for p in np.flatnonzero(~there) if int(indices[p]) not in self._bad]
         decoded = self._decode([self._split.path(int(indices[p])) for p in missing])
+        passing: dict[int, str] = {}
         for place, content in zip(missing, decoded, strict=True):
             index = int(indices[place])
-            if isinstance(content, str):
-                self._bad[index] = content
+            if isinstance(content, Failure):
+                (self._bad if content.is_lasting else passing)[index] = content.reason
                 continue
             pixels[place] = np.frombuffer(content, np.uint8).reshape(side, side, 3)
             there[place] = True
             if self._cache is not None:
                 self._cache.write(index, pixels[place])
-        skipped = [Skipped(self._split.title(i), self._bad[i]) for i in indices[~there].tolist()]
+                self.fills_cache = True
+        reasons = ChainMap(self._bad, passing)
+        skipped = [Skipped(self._split.title(i), reasons[i]) for i in indices[~there].tolist()]
         self._ledger.add(int(there.sum()) - num_cached, num_cached, skipped)
         return pixels, there
 
-    def _decode(self, paths: Sequence[bytes]) -> list[bytes | str]:
+    def _decode(self, paths: Sequence[bytes]) -> list[bytes | Failure]:
         if not paths:
             return []
         if self._pool is not None:

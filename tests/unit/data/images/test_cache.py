@@ -1,4 +1,8 @@
+import fcntl
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +31,10 @@ def read(cache, indices):
 
 def files(folder):
     return sorted(folder.iterdir())
+
+
+def names(folder):
+    return [path.name for path in files(folder)]
 
 
 @pytest.fixture
@@ -93,12 +101,101 @@ def test_a_kept_file_still_has_its_rows(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"version": "2"}, {"limit": 5 * ROW}])
-def test_a_file_of_another_version_or_limit_is_replaced(tmp_path, cache, change):
+def test_a_file_of_another_version_or_limit_is_replaced(tmp_path, change):
+    open_in_folder(tmp_path, "train", "1", demand()).write(2, images(1)[0])
     other = open_in_folder(
         tmp_path, "train", change.get("version", "1"), demand(limit=change.get("limit"))
     )
     assert not read(other, range(other.capacity))[0].any()
     assert len(files(tmp_path)) == 1
+
+
+def test_a_file_of_another_version_stays_for_as_long_as_it_is_mapped(tmp_path):
+    one = open_in_folder(tmp_path, "train", "1", demand())
+    two = open_in_folder(tmp_path, "train", "2", demand())
+    assert names(tmp_path) == ["train-1-free", "train-2-free"]
+    del one
+    three = open_in_folder(tmp_path, "train", "3", demand())
+    assert names(tmp_path) == ["train-2-free", "train-3-free"]
+    del two, three
+
+
+def test_a_file_stays_until_the_last_of_those_who_share_it_is_gone(tmp_path):
+    shared = [open_in_folder(tmp_path, "train", "1", demand()) for _ in range(2)]
+    shared.pop()
+    open_in_folder(tmp_path, "train", "2", demand())
+    assert "train-1-free" in names(tmp_path)
+    shared.pop()
+    open_in_folder(tmp_path, "train", "2", demand())
+    assert "train-1-free" not in names(tmp_path)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from stretto.data.images.cache import Demand, open_in_folder
+cache = open_in_folder(Path(sys.argv[1]), "train", "1", Demand(8, 10, 1.0, None))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.multi
+def test_a_file_of_another_process_stays_until_that_is_killed(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"open\n"
+        open_in_folder(tmp_path, "train", "2", demand())
+        there = names(tmp_path)
+        holder.kill()
+    open_in_folder(tmp_path, "train", "2", demand())
+    assert (there, names(tmp_path)) == (["train-1-free", "train-2-free"], ["train-2-free"])
+
+
+def test_the_folder_is_locked_while_a_file_is_open_and_has_no_lock_yet(tmp_path, monkeypatch):
+    lock, refused = fcntl.flock, []
+
+    def noted(file, operation):
+        if operation == fcntl.LOCK_SH:
+            with module._opened(tmp_path) as opened:
+                with pytest.raises(BlockingIOError):
+                    lock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                refused.append(file)
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+    cache = open_in_folder(tmp_path, "train", "1", demand())
+    assert (len(refused), cache.capacity) == (1, 10)
+    with module._opened(tmp_path) as opened:  # and is not any longer
+        lock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_whoever_has_a_file_shares_it_with_the_next_however_many_come_and_go(tmp_path):
+    image = images(1)[0]
+
+    def come_and_go(seed):
+        for version in np.random.default_rng(seed).integers(0, 3, 50):
+            mine = open_in_folder(tmp_path, "train", str(version), demand())
+            mine.write(seed, image)
+            next_one = open_in_folder(tmp_path, "train", str(version), demand())
+            assert read(next_one, [seed])[0].all()
+
+    with ThreadPoolExecutor(4) as crowd:
+        list(crowd.map(come_and_go, range(4)))
+
+
+def test_a_file_of_another_user_is_left_alone(tmp_path, monkeypatch):
+    open_in_folder(tmp_path, "train", "1", demand())
+    real_open = os.open
+
+    def guarded(path, *arguments, **options):
+        if str(path).endswith("train-1-free"):  # root, who may run this, is refused nothing
+            raise PermissionError(13, "Permission denied")
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", guarded)
+    assert open_in_folder(tmp_path, "train", "2", demand()).capacity == 10
+    assert names(tmp_path) == ["train-1-free", "train-2-free"]
 
 
 def test_the_other_split_is_left_alone(tmp_path, cache):
@@ -135,6 +232,18 @@ def test_a_folder_that_cannot_be_written_to_names_the_setting(tmp_path):
         ConfigError, match=r"cannot keep images in .*file/cache.*data\.cache_folder"
     ):
         open_in_folder(tmp_path / "file" / "cache", "train", "1", demand())
+
+
+def test_memory_is_taken_within_the_limit_of_the_job(monkeypatch):
+    monkeypatch.setattr(module, "memory_left", lambda: 7 * ROW)
+    assert open_in_memory("test-of-a-job", demand(), int).capacity == 3
+    with pytest.raises(ConfigError, match=r"shm, in the memory of this job, has room for 1\.4 KB"):
+        open_in_memory("test-of-a-job", demand(limit=9 * ROW), int)
+
+
+def test_a_disk_is_not_within_the_memory_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "memory_left", lambda: 0)
+    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 10
 
 
 def test_memory_that_cannot_be_reserved_names_the_settings(monkeypatch):

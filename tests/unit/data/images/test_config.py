@@ -37,3 +37,15 @@ def test_impossible_settings_are_refused(wrong, named):
 
 def test_a_size_of_the_cache_is_written_as_people_write_it():
     assert ImagesConfig(path="x", cache_size="3MB").cache_size == 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "expected"), [(None, 0, 1), (None, 6, 6), (None, 64, 8), (12, 2, 12)]
+)
+def test_decoders_follow_from_the_cores_unless_they_are_set(asked, cores, expected):
+    assert ImagesConfig(path="x", decoders=asked).decoders_on(cores) == expected
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 16), (3, 6)])
+def test_a_rank_has_decoders_for_training_and_for_evaluation(asked, most):
+    assert ImagesConfig(path="x", decoders=asked).most_decoders == most

@@ -1,10 +1,23 @@
+import errno
+import io
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from stretto.data.images.decoder import BadImageError, decode
+from stretto.data.images.decoder import (
+    BAD,
+    PIXELS,
+    REPLY,
+    REQUEST,
+    UNREAD,
+    BadImageError,
+    UnreadImageError,
+    decode,
+    serve,
+)
 from tests.unit.data.images.pictures import CORRUPT, encoded, huge_png, jpeg, noise
 
 MANY = 10**8
@@ -108,8 +121,80 @@ def test_postscript_under_a_harmless_name_is_not_interpreted(decoded):
         decoded(encoded(noise(8, 8), "EPS"))
 
 
-def test_a_file_that_cannot_be_read_is_bad(tmp_path):
-    with pytest.raises(BadImageError, match="cannot be read: No such file"):
+def test_a_file_that_cannot_be_opened_is_not_bad_but_unread(tmp_path):
+    with pytest.raises(UnreadImageError, match="cannot be read: No such file"):
         decode(os.fsencode(tmp_path / "gone.jpg"), 8, MANY)
-    with pytest.raises(BadImageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UnreadImageError, match="cannot be read: Is a directory"):
         decode(os.fsencode(tmp_path), 8, MANY)
+
+
+class Failing(io.BytesIO):
+    """A file that breaks after its first bytes, as on a file system that goes away."""
+
+    def __init__(self, content, number):
+        super().__init__(content)
+        self._number = number
+
+    def __enter__(self):
+        return self
+
+    def fileno(self):
+        return 0
+
+    def read(self, size=-1):
+        if self.tell() >= 2000:
+            raise OSError(self._number, os.strerror(self._number))
+        return super().read(size)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_that_breaks_while_it_is_read_is_unread(tmp_path, monkeypatch, kind, number):
+    content = encoded(noise(400, 400), kind)
+    (path := tmp_path / "some.jpg").write_bytes(content)
+    stat = path.stat()
+    monkeypatch.setattr(Path, "open", lambda *_: Failing(content, number))
+    monkeypatch.setattr(os, "fstat", lambda _: stat)
+    with pytest.raises(UnreadImageError, match=f"cannot be read: {os.strerror(number)}"):
+        decode(os.fsencode(path), 8, MANY)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE])
+def test_a_file_that_the_system_refuses_is_unread(monkeypatch, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UnreadImageError, match=os.strerror(number)):
+        decode(b"some.jpg", 8, MANY)
+
+
+@pytest.mark.parametrize(
+    "lack", [MemoryError(), OSError("out of memory when reading image file")], ids=["our", "codec"]
+)
+def test_an_image_for_which_memory_lacks_is_unread(decoded, monkeypatch, lack):
+    def convert(*_):
+        raise lack
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+    with pytest.raises(UnreadImageError, match="not enough memory"):
+        decoded(jpeg())
+
+
+def test_the_codecs_of_pillow_still_say_that_memory_lacks_in_the_words_we_know():
+    assert Image.core.getcodecstatus(-9).startswith("out of memory")
+
+
+def test_replies_tell_pixels_bad_and_unread_apart(tmp_path):
+    (tmp_path / "good.jpg").write_bytes(jpeg())
+    (tmp_path / "bad.jpg").write_bytes(CORRUPT["truncated"])
+    paths = [os.fsencode(tmp_path / name) for name in ("good.jpg", "bad.jpg", "gone.jpg")]
+    replies = io.BytesIO()
+    serve(io.BytesIO(b"".join(REQUEST.pack(len(p)) + p for p in paths)), replies, 8, MANY)
+    replies.seek(0)
+    statuses = []
+    while header := replies.read(REPLY.size):
+        status, length = REPLY.unpack(header)
+        statuses.append(status)
+        replies.read(length)
+    assert statuses == [PIXELS, BAD, UNREAD]

@@ -1,7 +1,6 @@
 """Decoders are real processes here: what they survive, and that none is left."""
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,8 +14,9 @@ import pytest
 
 from stretto.data.images import pool as module
 from stretto.data.images import process
-from stretto.data.images.pool import Pool
+from stretto.data.images.pool import Failure, Pool
 from stretto.errors import StrettoError
+from tests.unit.data.images.deaths import ask_when_ready, kill_when_asked
 from tests.unit.data.images.pictures import CORRUPT, encoded, fill, jpeg, noise
 
 pytestmark = pytest.mark.multi
@@ -56,10 +56,21 @@ def test_answers_are_in_the_order_of_the_paths(tmp_path, pool):
     contents = [jpeg(i) for i in range(16)]
     contents[3], contents[9] = CORRUPT["text"], CORRUPT["empty"]
     answers = pool.decode(paths(tmp_path, contents))
-    assert answers[9] == "empty file"
-    assert "not an image" in answers[3]
+    assert answers[9] == Failure("empty file", is_lasting=True)
+    assert "not an image" in answers[3].reason
     good = [i for i in range(16) if i not in (3, 9)]
     assert [red(answers[i]) // 16 for i in good] == good
+
+
+@pytest.mark.parametrize("kind", list(CORRUPT))
+def test_what_the_bytes_prove_lasts(tmp_path, pool, kind):
+    (failure,) = pool.decode(paths(tmp_path, [CORRUPT[kind]]))
+    assert failure.is_lasting
+
+
+def test_a_file_that_is_not_there_fails_for_now(tmp_path, pool):
+    (failure,) = pool.decode([os.fsencode(tmp_path / "gone.jpg")])
+    assert failure == Failure("cannot be read: No such file or directory", is_lasting=False)
 
 
 def test_the_work_is_shared_out_among_as_many_as_there_is_work_for(tmp_path, pool):
@@ -104,21 +115,6 @@ def test_a_decoder_killed_between_batches_is_replaced(tmp_path, pool):
     assert killed not in pool.pids
 
 
-def kill_when_asked(monkeypatch, is_deadly):
-    """Let decoders die of chosen files, as they would of a bug in a codec."""
-    ask = process.Decoder.ask
-
-    def deadly_ask(decoder, ticket, path):
-        if is_deadly(path):
-            os.kill(decoder.pid, signal.SIGSTOP)
-            ask(decoder, ticket, path)
-            os.kill(decoder.pid, signal.SIGKILL)
-        else:
-            ask(decoder, ticket, path)
-
-    monkeypatch.setattr(process.Decoder, "ask", deadly_ask)
-
-
 def test_a_decoder_killed_at_work_is_replaced_and_nothing_is_lost(tmp_path, pool, monkeypatch):
     files = paths(tmp_path, [jpeg(i) for i in range(12)])
     pool.decode(files)
@@ -128,7 +124,7 @@ def test_a_decoder_killed_at_work_is_replaced_and_nothing_is_lost(tmp_path, pool
     assert next(deaths, None) is None  # it did die
 
 
-def test_a_file_that_kills_two_decoders_is_bad_and_the_others_are_not(tmp_path, monkeypatch):
+def test_a_file_that_kills_two_decoders_fails_for_now_and_the_others_do_not(tmp_path, monkeypatch):
     files = paths(tmp_path, [jpeg(i) for i in range(12)])
     with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
         pool.decode(files)
@@ -137,34 +133,17 @@ def test_a_file_that_kills_two_decoders_is_bad_and_the_others_are_not(tmp_path, 
         ask_when_ready(monkeypatch)
         kill_when_asked(monkeypatch, lambda path: path == files[5])
         answers = pool.decode(files)
-    assert answers[5] == "killed the decoder twice (signal 9)"
+    assert answers[5] == Failure("killed the decoder twice (signal 9)", is_lasting=False)
     assert all(isinstance(a, bytes) for i, a in enumerate(answers) if i != 5)
 
 
-def ask_when_ready(monkeypatch):
-    """Let a new decoder say that it is ready before it is asked, as chance decides otherwise."""
-    hand_out = Pool._hand_out
-
-    def patient(pool, work):
-        if not pool._decoders:
-            decoder = pool._spawner.submit(process.Decoder, *pool._settings).result()
-            pool._decoders.append(decoder)
-            poller = select.poll()
-            decoder.watch(poller)
-            poller.poll(20_000)
-            pool._listen(decoder, work)
-        hand_out(pool, work)
-
-    monkeypatch.setattr(Pool, "_hand_out", patient)
-
-
-def test_a_file_that_is_never_answered_is_bad(tmp_path, monkeypatch):
+def test_a_file_that_is_never_answered_fails_for_now(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SILENCE_S", 2.0)
     files = paths(tmp_path, [jpeg(i) for i in range(4)])
     os.mkfifo(tmp_path / "pipe.jpg")  # nobody will ever write to it
     with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
-        *good, bad = pool.decode([*files, os.fsencode(tmp_path / "pipe.jpg")])
-    assert bad == "killed the decoder twice (no answer for 2 s)"
+        *good, failed = pool.decode([*files, os.fsencode(tmp_path / "pipe.jpg")])
+    assert failed == Failure("killed the decoder twice (no answer for 2 s)", is_lasting=False)
     assert [red(a) // 16 for a in good] == list(range(4))
 
 

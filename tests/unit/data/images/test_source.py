@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from stretto.data import Account, Images, ImagesConfig, Place, Skipped
+from stretto.data.images import pool as pool_module
 from stretto.errors import ConfigError
+from tests.unit.data.images.deaths import ask_when_ready, kill_when_asked
 from tests.unit.data.images.pictures import CORRUPT, PLAIN, alone, data_folder, fill, numbers
 
 pytestmark = pytest.mark.multi
@@ -142,13 +144,24 @@ def test_a_file_is_used_again_by_a_later_run(folder, images):
 
 @pytest.mark.parametrize("change", ["file", "store"])
 def test_a_file_is_not_used_for_other_images_or_settings(folder, images, change):
-    images(cache="file").batch(ALL)
+    with closing(Images(config(folder, cache="file"), train=True)) as earlier:
+        earlier.start(alone("earlier"))
+        earlier.batch(ALL)
     if change == "file":
         os.utime(folder / "train" / "a" / "000.jpg", ns=(1, 1))
     later = images(cache="file", store=18 if change == "store" else 16)
     later.batch(ALL)
     assert later.take_account() == Account(decoded=12)
     assert len(list((folder / ".stretto-cache").iterdir())) == 1
+
+
+def test_two_runs_with_different_settings_leave_each_other_their_files(folder, images):
+    one, other = images(cache="file"), images(cache="file", store=18)
+    one.batch(ALL)
+    other.batch(ALL)
+    again = images(cache="file")
+    again.batch(ALL)
+    assert again.take_account() == Account(cached=12)
 
 
 def test_training_and_evaluation_share_the_limit(folder, images, tmp_path):
@@ -210,6 +223,45 @@ def test_a_bad_file_is_not_tried_again(folder, images):
     source.batch(ALL)
     path.write_bytes(good)
     assert 3 not in numbers(source.batch(ALL)[0])
+
+
+def test_a_file_that_was_away_is_read_when_it_is_back(folder, images):
+    path = folder / "train" / "a" / "003.jpg"
+    source = images()
+    path.rename(folder / "elsewhere")
+    assert 3 not in numbers(source.batch(ALL)[0])
+    reason = "cannot be read: No such file or directory"
+    assert source.take_account().skipped == (Skipped("train/a/003.jpg", reason),)
+    (folder / "elsewhere").rename(path)
+    assert numbers(source.batch(ALL)[0]) == ALL.tolist()
+    assert source.take_account() == Account(decoded=1, cached=11)
+
+
+def test_a_file_that_hung_is_tried_again(folder, images, monkeypatch):
+    monkeypatch.setattr(pool_module, "_SILENCE_S", 2.0)
+    path = folder / "train" / "a" / "003.jpg"
+    good = path.read_bytes()
+    source = images()
+    path.unlink()
+    os.mkfifo(path)  # nobody will ever write to it
+    assert 3 not in numbers(source.batch(ALL)[0])
+    (skipped,) = source.take_account().skipped
+    assert "no answer for 2 s" in skipped.reason
+    path.unlink()
+    path.write_bytes(good)
+    assert numbers(source.batch(ALL)[0]) == ALL.tolist()
+
+
+def test_a_file_whose_decoders_were_killed_is_tried_again(images, monkeypatch):
+    source = images()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "_AHEAD", 1)
+        ask_when_ready(patch)
+        kill_when_asked(patch, lambda path: path.endswith(b"a/003.jpg"))
+        assert 3 not in numbers(source.batch(ALL)[0])
+    (skipped,) = source.take_account().skipped
+    assert skipped == Skipped("train/a/003.jpg", "killed the decoder twice (signal 9)")
+    assert numbers(source.batch(ALL)[0]) == ALL.tolist()
 
 
 def test_a_batch_of_bad_files_alone_has_length_zero(folder, images):
