@@ -16,9 +16,9 @@ from stretto.comm.channel import Channel
 from stretto.config import Config, Loaded, resolve
 from stretto.config.text import dotted
 from stretto.config.tree import DEFAULT, leaves, mark_table
-from stretto.data import DataConfig, ShapesConfig, Source, open_source
+from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
-from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
+from stretto.model import CNNConfig, ModelConfig, ResNetConfig, build_model, per_sample_loss
 from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy
 from stretto.telemetry.events import Event
@@ -98,6 +98,7 @@ def prepare(config: RunConfig) -> Prepared:
             f"train.batch = {config.train.batch}: the data has only {source.num_samples} training "
             "samples; lower the batch or take more data"
         )
+    _check_classes(config, source)
     model = build_model(config.model, config.run.seed)
     _check_fit(config, model, source)
     bucket_cuts(config.strategy, model)
@@ -177,6 +178,18 @@ def assemble(
         fixed=fixed_settings(loaded),
         watch=Watch(config.train.early_stop),
     )
+
+
+def _check_classes(config: RunConfig, source: Source) -> None:
+    """Compare class folders with answers, where the model says how many it has."""
+    if not isinstance(source, Images) or not isinstance(config.model, CNNConfig | ResNetConfig):
+        return
+    folders, answers = len(source.classes), config.model.classes
+    if folders != answers:
+        raise ConfigError(
+            f"model.classes = {answers}, but data.path has {folders} class folders: set "
+            f"model.classes={folders}"
+        )
 
 
 def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:

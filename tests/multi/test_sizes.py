@@ -1,14 +1,17 @@
 """A run of four ranks, stopped and resumed by four, three and two: the same batches and losses."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 
+import numpy as np
 import pytest
 
 from stretto.config import load
-from stretto.data import open_source, step_share, steps_per_epoch
+from stretto.data import open_source, sample_at
 from stretto.run import RunConfig
 from stretto.telemetry.events import RunStarted, StepDone, from_record
 
@@ -23,11 +26,8 @@ kind = "text"
 path = "text"
 context = 16
 [model]
-kind = "gpt"
-context = 16
-blocks = 1
-width = 16
-heads = 2
+kind = "custom"
+target = "watched:build"
 [optim]
 lr = 0.05
 [train]
@@ -35,15 +35,37 @@ batch = 13
 steps = {STEPS}
 log_every = 1
 """
+WATCHED = """
+import hashlib, json, os
+from stretto.model.gpt import GPT, GPTConfig
+
+def build():
+    model = GPT(GPTConfig(context=16, blocks=1, width=16, heads=2))
+    model.register_forward_pre_hook(tell)
+    return model
+
+def tell(model, inputs):
+    if not model.training:
+        return
+    # Which step it is: weights are equal on all ranks, and others after each update.
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    told = {"weights": weights.hexdigest(), "samples": inputs[0].tolist()}
+    with open(os.path.join(os.environ["SEEN"], os.environ["RANK"]), "a") as file:
+        print(json.dumps(told), file=file)
+"""
+"""A model of the user's own that writes down what each rank trains on."""
 TEXT = bytes((i * i + i // 7) % 96 + 32 for i in range(2000))
 """106 windows to train on: the ninth step has two samples, fewer than ranks."""
 
 
 def stretto_train(folder, name, workers, *more):
     command = [sys.executable, "-m", "stretto", "train", "run.toml", f"run.name={name}"]
+    seen = folder / "seen" / name
+    seen.mkdir(parents=True)
     done = subprocess.run(
         [*command, "--workers", str(workers), *more],
         cwd=folder,
+        env={**os.environ, "SEEN": str(seen)},
         capture_output=True,
         text=True,
         check=False,
@@ -62,49 +84,74 @@ def stopped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sizes")
     (folder / "run.toml").write_text(RUN)
     (folder / "text").write_bytes(TEXT)
+    (folder / "watched.py").write_text(WATCHED)
     stretto_train(folder, "stopped", 4, f"train.steps={STOPPED_AT}")
     return folder
 
 
-def losses_of_resumed(folder, workers):
-    """Return the losses after the stop, by step, of a copy of the run resumed by ``workers``."""
-    name = f"resumed-by-{workers}"
-    shutil.copytree(folder / "runs" / "stopped", folder / "runs" / name)
-    stretto_train(folder, name, workers, "--resume")
+@pytest.fixture(scope="module")
+def resumed(stopped):
+    """Return what resumes a copy of the run by so many ranks, once, and names it."""
+
+    @cache
+    def resume(workers):
+        name = f"resumed-by-{workers}"
+        shutil.copytree(stopped / "runs" / "stopped", stopped / "runs" / name)
+        stretto_train(stopped, name, workers, "--resume")
+        return name
+
+    return resume
+
+
+def losses_after_the_stop(folder, name):
     events = events_of(folder, name)
-    assert [event.workers for event in events if isinstance(event, RunStarted)] == [4, workers]
     return {e.step: e.loss for e in events if isinstance(e, StepDone) and e.step > STOPPED_AT}
 
 
-@pytest.fixture(scope="module")
-def resumed_by_as_many(stopped):
-    losses = losses_of_resumed(stopped, 4)
-    assert list(losses) == list(range(STOPPED_AT + 1, STEPS + 1))
-    return losses
+def batches_trained_on(folder, name):
+    """Return the samples of each step, over all ranks and sorted, as the model saw them."""
+    ranks = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((folder / "seen" / name).iterdir())
+    ]
+    steps = {told["weights"]: [] for told in ranks[0]}  # rank 0 has samples in every step
+    for told in (told for rank in ranks for told in rank):
+        steps[told["weights"]] += told["samples"]
+    return [sorted(samples) for samples in steps.values()]
+
+
+def batches_of_an_undisturbed_run(folder):
+    """Return the samples of each step after the stop: nothing but the order and the text."""
+    loaded = load(RunConfig, folder / "run.toml", [f"data.path={folder / 'text'}"]).config
+    source = open_source(loaded.data, train=True)
+    pass_steps = -(-source.num_samples // loaded.train.batch)
+    assert pass_steps == 9
+    batches = []
+    for step in range(STOPPED_AT, STEPS):
+        epoch, at = divmod(step, pass_steps)
+        start = at * loaded.train.batch
+        positions = np.arange(start, min(start + loaded.train.batch, source.num_samples))
+        order = {"num_samples": source.num_samples, "seed": loaded.run.seed, "epoch": epoch}
+        batches.append(sorted(source.batch(sample_at(positions, **order))[0].tolist()))
+    return batches
 
 
 @pytest.mark.parametrize("workers", [3, 2])
 def test_a_run_resumed_by_fewer_ranks_has_the_losses_of_one_resumed_by_as_many(
-    workers, stopped, resumed_by_as_many
+    workers, stopped, resumed
 ):
-    losses = losses_of_resumed(stopped, workers)
-    assert losses == pytest.approx(resumed_by_as_many, rel=1e-6, abs=0)
+    as_many, fewer = (losses_after_the_stop(stopped, resumed(size)) for size in (4, workers))
+    assert list(as_many) == list(range(STOPPED_AT + 1, STEPS + 1))
+    assert fewer == pytest.approx(as_many, rel=1e-6, abs=0)
 
 
 @pytest.mark.parametrize("workers", [4, 3, 2])
-def test_the_next_global_batches_are_the_same_at_every_size(workers, stopped, monkeypatch):
-    monkeypatch.chdir(stopped)
-    config = load(RunConfig, stopped / "run.toml").config
-    num_samples = open_source(config.data, train=True).num_samples
-    pass_steps = steps_per_epoch(num_samples, config.train.batch)
+def test_a_run_resumed_by_any_number_of_ranks_trains_on_the_next_batches(workers, stopped, resumed):
+    seen = batches_trained_on(stopped, resumed(workers))
+    assert seen == batches_of_an_undisturbed_run(stopped)
 
-    def global_batch(step, size):
-        epoch, at = divmod(step, pass_steps)
-        order = {"num_samples": num_samples, "seed": config.run.seed, "epoch": epoch}
-        batch = config.train.batch
-        ranks = [step_share(at, batch=batch, rank=r, size=size, **order) for r in range(size)]
-        return sorted(sample for share in ranks for sample in share.samples.tolist())
 
-    assert pass_steps == 9
-    for step in range(STOPPED_AT, STEPS):
-        assert global_batch(step, workers) == global_batch(step, 1)
+@pytest.mark.parametrize("workers", [4, 3, 2])
+def test_the_record_of_a_resumed_run_counts_the_ranks_of_both_starts(workers, stopped, resumed):
+    events = events_of(stopped, resumed(workers))
+    assert [e.workers for e in events if isinstance(e, RunStarted)] == [4, workers]

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from stretto.config import load
+from stretto.errors import ConfigError
 from stretto.run import RunConfig, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,3 +101,9 @@ def test_an_example_learns_the_spirals(command, ranks, tmp_path):
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d{4})", done.stdout)]
     assert len(losses) == ranks
     assert max(losses) < LARGEST_LOSS
+
+
+def test_a_model_with_other_answers_than_there_are_class_folders_is_told_how_many(tmp_path):
+    overrides = [f"data.path={pictures(tmp_path)}", "model.classes=12", "train.batch=20"]
+    with pytest.raises(ConfigError, match="set model.classes=10"):
+        prepare(load(RunConfig, EXAMPLES / "images.toml", overrides).config)

@@ -1,14 +1,14 @@
-"""Make tensors equal on all ranks: rank 0's, or the mean."""
+"""Make tensors equal on all ranks: rank 0's, or the mean; and hand rank 0 those of everybody."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from stretto.comm.algorithms import ALLREDUCE, broadcast
-from stretto.comm.channel import Channel
+from stretto.comm.channel import Channel, Parcel
 from stretto.comm.execute import execute
 
 
@@ -36,6 +36,35 @@ def average_(tensors: list[Tensor], channel: Channel) -> None:
     flat.div_(channel.size)
     for tensor, value in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
         tensor.copy_(value)
+
+
+@torch.no_grad()
+def gather_to_rank_0(tensors: Sequence[Tensor], channel: Channel) -> list[list[Tensor]]:
+    """Return on rank 0 the ``tensors`` of every rank, bit for bit, by rank; elsewhere nothing.
+
+    All ranks call this together, with the same types and shapes; one message from each.
+    """
+    own = as_bytes(tensors)
+    if channel.rank:
+        channel.exchange([Parcel(0, own)], [])
+        return []
+    rows = [own, *(torch.empty_like(own) for _ in range(1, channel.size))]
+    channel.exchange([], [Parcel(peer, row) for peer, row in enumerate(rows) if peer])
+    return [_from_bytes(row, tensors) for row in rows]
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bytes of ``tensors``, one after another, as a new tensor."""
+    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+
+
+def _from_bytes(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.nbytes for tensor in like])
+    # Cloned: a wider type may not begin at any byte.
+    return [
+        part.clone().view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def spread_text(text: str, channel: Channel) -> str:

@@ -1,11 +1,13 @@
 """The whole state of a run, to a checkpoint and back.
 
 Learning rate, data order and random numbers are functions of the step, so model, optimizer, the
-step and how evaluations went are all there is.
+step and how evaluations went are all there is. The model is saved whole: what users load, other
+runs begin with and another number of ranks goes on from. Batch statistics that were each rank's
+own are saved beside it, for a run that goes on with as many ranks.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,17 +18,19 @@ from stretto.comm.spread import spread_from_rank_0_, spread_text
 from stretto.errors import CheckpointError, StrettoError
 from stretto.telemetry.events import CheckpointSaved
 from stretto.train.parts import Parts
+from stretto.train.settled import own_of_all_ranks, own_of_rank, settled
 
 
 def save_state(parts: Parts, next_step: int) -> None:
-    """Make the ranks whole, then let rank 0 write; all ranks call this together."""
-    parts.strategy.settle()
-    _refuse_not_finite(parts, next_step)
-    if parts.channel.rank or parts.checkpoints is None:
-        return
-    with parts.recorder.span("checkpoint", "compute"):
-        state = capture(parts, next_step)
-        saved = save(parts.checkpoints, state, generation=parts.generation)
+    """Let rank 0 write the state of all ranks, and change nothing; all ranks call this together."""
+    with settled(parts) as own:
+        _refuse_not_finite(parts, next_step)
+        beside = own_of_all_ranks(parts, own)
+        if parts.channel.rank or parts.checkpoints is None:
+            return
+        with parts.recorder.span("checkpoint", "compute"):
+            state = capture(parts, next_step, beside)
+            saved = save(parts.checkpoints, state, generation=parts.generation)
     parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))
 
 
@@ -40,12 +44,13 @@ def _refuse_not_finite(parts: Parts, next_step: int) -> None:
             )
 
 
-def capture(parts: Parts, next_step: int) -> State:
-    """Return everything a run needs to go on at ``next_step``."""
+def capture(parts: Parts, next_step: int, beside: Mapping[str, Tensor]) -> State:
+    """Return everything a run needs to go on at ``next_step``: one model, what lies beside it."""
     named = dict(parts.model.named_parameters())
     tensors, groups = flatten_optimizer(parts.optimizer, named)
     owned = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
     owned |= {f"optimizer/{name}": value for name, value in tensors.items()}
+    owned |= beside
     facts = {
         "optimizer": groups,
         "strategy": parts.strategy.state_dict(),
@@ -54,6 +59,7 @@ def capture(parts: Parts, next_step: int) -> State:
         "early_stop": parts.watch.state_dict(),
         "random_numbers": "a function of seed, step, micro-batch and rank",
         "fixed": parts.fixed,
+        "data": _fingerprints(parts),
     }
     return State(next_step, owned, facts)
 
@@ -77,8 +83,11 @@ def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
 def restore_(parts: Parts, state: State) -> None:
     """Put ``state`` into the model, the optimizer, the strategy and the watch."""
     _check_same_run(parts, state)
+    _check_same_data(parts, state)
+    same_size = sum(state.facts["ranks_per_host"]) == parts.channel.size
+    own = state.under(own_of_rank(parts.channel.rank)) if same_size else {}
     try:
-        parts.model.load_state_dict(state.under("model"))
+        parts.model.load_state_dict(state.under("model") | own)
     except RuntimeError as wrong:
         raise CheckpointError(
             f"the checkpoint of step {state.step} does not fit the model: {wrong}"
@@ -99,6 +108,23 @@ def _check_same_run(parts: Parts, state: State) -> None:
                 f"the checkpoint was written with {key} = {then.get(key)!r}, the run has "
                 f"{now.get(key)!r}: set it back to resume, or start a new run under another name"
             )
+
+
+def _check_same_data(parts: Parts, state: State) -> None:
+    """Refuse to go on with other samples; where they lie is not asked."""
+    now = _fingerprints(parts)
+    then = state.facts.get("data", now)  # earlier checkpoints do not tell
+    for what in now:
+        if then[what] != now[what]:
+            raise CheckpointError(
+                f"the {what} data has changed since the checkpoint of step {state.step}: it was "
+                f"{then[what]}; it is {now[what]}: put the files back as they were to resume, or "
+                f"start a new run under another name (init.checkpoint takes the weights along)"
+            )
+
+
+def _fingerprints(parts: Parts) -> dict[str, str]:
+    return {"training": parts.source.fingerprint, "test": parts.test_source.fingerprint}
 
 
 def _spread_state(state: State | None, channel: Channel) -> State | None:

@@ -85,15 +85,6 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped_at_any_world_size(before
     assert all(torch.equal(weights(parts), weights(resumed[0])) for parts in resumed)
 
 
-def test_batch_statistics_are_equal_on_all_ranks_after_a_run(tmp_path):
-    parts = run_local(
-        3, lambda c: on_rank(c, tmp_path, "model.norm=batch", "train.batch=9", "train.steps=4")
-    )
-    buffers = [list(p.model.buffers()) for p in parts]
-    assert buffers[0]
-    assert all(torch.equal(a, b) for a, b in zip(buffers[0], buffers[2], strict=True))
-
-
 def test_resuming_with_another_batch_is_refused(tmp_path):
     run_local(1, lambda c: on_rank(c, tmp_path, "train.steps=2"))
     with pytest.raises(CheckpointError, match=r"train\.batch = 12, the run has 10"):

@@ -1,0 +1,126 @@
+"""Looking at a run changes nothing: saved, evaluated, or stopped and resumed, it has the same bits.
+
+The model has what makes this hard: statistics that are each rank's own, of several types, that
+count while it trains.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from stretto.cluster.world import Mesh, World
+from stretto.comm.local import run_local
+from stretto.config import load
+from stretto.data import open_source
+from stretto.run import Prepared, RunConfig, assemble
+from stretto.train.loop import train
+from stretto.train.state import resume_state
+
+STEPS = 5
+NEVER = 1000
+
+
+class Habit(nn.Module):
+    """Takes off a running mean in training too: what a rank computes depends on its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, 1, 1))
+        self.register_buffer("rough", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("odd", torch.tensor(False))
+
+    def forward(self, x):
+        out = x - self.mean + 0.01 * self.odd
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x[:, :, :1, :1].mean(0), 0.5)
+                self.rough.copy_(self.mean.flatten())
+                self.seen.add_(len(x))
+                self.odd.copy_(self.seen % 2 == 1)
+        return out
+
+
+def with_statistics():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 4, stride=4), nn.BatchNorm2d(4), Habit(), nn.Flatten(), nn.Linear(16, 8)
+    )
+
+
+def loaded_run(folder, *more):
+    data = ["data.samples=20", "data.test_samples=5", "data.size=8"]
+    pace = ["optim.lr=0.05", "train.log_every=1000", f"run.folder={folder}"]
+    return load(RunConfig, None, [*data, *pace, *more])
+
+
+def run(size, loaded, *, saves=True, resume=False):
+    """Train as ``size`` ranks; return on each the bytes of everything that training changes."""
+    torch.manual_seed(0)
+    initial = with_statistics()
+    models = [copy.deepcopy(initial) for _ in range(size)]
+    sources = [open_source(loaded.config.data, train=part) for part in (True, False)]
+
+    def on_rank(channel):
+        world = World(channel.rank, Mesh((size,)))
+        prepared = Prepared(*sources, models[channel.rank])
+        parts = assemble(loaded, prepared, world, channel, lambda event: None)
+        if not saves:
+            parts = replace(parts, checkpoints=None)
+        first = resume_state(parts, log=pytest.fail) if resume else 0
+        train(parts, first)
+        parts.strategy.close()
+        return everything(parts)
+
+    return run_local(size, on_rank)
+
+
+def everything(parts):
+    tensors = dict(parts.model.state_dict())
+    for index, state in parts.optimizer.state_dict()["state"].items():
+        tensors |= {f"{index}/{name}": value for name, value in state.items() if value is not None}
+    return {name: (t.dtype, t.view(-1).view(torch.uint8).tolist()) for name, t in tensors.items()}
+
+
+RUNS = {"size": st.integers(1, 4), "batch": st.integers(1, 20)}
+"""Small batches leave ranks without samples: then counts differ, too."""
+
+
+@settings(max_examples=15, deadline=None)
+@given(**RUNS, cut=st.integers(1, STEPS - 1))
+def test_a_run_stopped_anywhere_and_resumed_is_one_that_never_stopped(
+    tmp_path_factory, size, batch, cut
+):
+    folder = tmp_path_factory.mktemp("cut")
+    pace = [f"train.batch={batch}", f"train.eval_every={NEVER}", f"train.save_every={NEVER}"]
+    whole = loaded_run(folder, *pace, f"train.steps={STEPS}")
+    undisturbed = run(size, whole, saves=False)
+    run(size, loaded_run(folder, *pace, f"train.steps={cut}"))
+    assert run(size, whole, resume=True) == undisturbed
+
+
+@settings(max_examples=10, deadline=None)
+@given(**RUNS)
+@pytest.mark.parametrize("often", ["save", "eval"])
+def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(
+    tmp_path_factory, size, batch, often
+):
+    rare = "eval" if often == "save" else "save"
+    pace = [f"train.batch={batch}", f"train.steps={STEPS}", f"train.{rare}_every={NEVER}"]
+    folder = tmp_path_factory.mktemp("often")
+    looked_at = run(size, loaded_run(folder, *pace, f"train.{often}_every=1"))
+    alone = run(size, loaded_run(folder, *pace, f"train.{often}_every={NEVER}"), saves=False)
+    assert looked_at == alone
+
+
+def test_the_ranks_of_these_runs_do_have_statistics_of_their_own(tmp_path):
+    pace = ["train.batch=9", f"train.steps={STEPS}", f"train.eval_every={NEVER}"]
+    first, *_, last = run(4, loaded_run(tmp_path, *pace))
+    assert {name for name in first if first[name] != last[name]} == {
+        *("1.running_mean", "1.running_var", "1.num_batches_tracked"),
+        *("2.mean", "2.rough", "2.seen", "2.odd"),
+    }

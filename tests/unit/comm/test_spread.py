@@ -1,0 +1,45 @@
+"""Tensors of all ranks on rank 0, with ranks as threads."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.comm.local import run_local
+from stretto.comm.spread import as_bytes, gather_to_rank_0
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
+    *(torch.int64, torch.int8, torch.uint8, torch.float8_e4m3fn),
+)
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+
+
+def of_rank(rank, kinds):
+    """Return tensors of any bits, as another rank would not have them."""
+    generator = torch.Generator().manual_seed(rank)
+    made = []
+    for dtype, shape in kinds:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=generator)
+        made.append(raw.view(dtype).view(shape))
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 4),
+    kinds=st.lists(st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=5),
+)
+def test_tensors_of_all_ranks_arrive_at_rank_0_bit_for_bit(size, kinds):
+    told = run_local(size, lambda c: gather_to_rank_0(of_rank(c.rank, kinds), c))
+    assert told[1:] == [[]] * (size - 1)
+    for rank, got in enumerate(told[0]):
+        wanted = of_rank(rank, kinds)
+        assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in wanted]
+        assert torch.equal(as_bytes(got), as_bytes(wanted))
+
+
+def test_a_tensor_that_is_not_contiguous_arrives_in_its_shape():
+    mine = torch.arange(6).view(2, 3).T
+    (got,) = run_local(2, lambda c: gather_to_rank_0([mine], c))[0][1]
+    assert torch.equal(got, mine)
