@@ -105,5 +105,5 @@ def test_an_example_learns_the_spirals(command, ranks, tmp_path):
 
 def test_a_model_with_other_answers_than_there_are_class_folders_is_told_how_many(tmp_path):
     overrides = [f"data.path={pictures(tmp_path)}", "model.classes=12", "train.batch=20"]
-    with pytest.raises(ConfigError, match="set model.classes=10"):
+    with pytest.raises(ConfigError, match=r"set model\.classes=10"):
         prepare(load(RunConfig, EXAMPLES / "images.toml", overrides).config)
