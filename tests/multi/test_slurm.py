@@ -1,4 +1,4 @@
-"""A batch job on a real Slurm: warned, preempted, queued again, and nothing lost."""
+"""A batch job on a real Slurm: warned, preempted, queued again or cancelled, and nothing lost."""
 
 import json
 import subprocess
@@ -143,3 +143,13 @@ def test_a_job_that_is_preempted_saves_and_goes_on_by_itself(folder, slurm, calm
     slurm.wait_for(job, "PENDING", timeout_s=60)
     slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=150)
     check_nothing_lost(folder, "preempted", calm, told_by="TERM")
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(folder, slurm):
+    job = submit(folder, slurm, "cancelled")
+    await_step(folder, slurm, "cancelled", job, 5)
+    slurm.call("scancel", job)
+    ended = slurm.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=60)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), told(folder, "cancelled")
+    saved = list((folder / "runs" / "cancelled" / "checkpoints").glob("step-????????"))
+    assert saved, told(folder, "cancelled")

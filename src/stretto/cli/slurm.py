@@ -23,13 +23,13 @@ class Ask:
     gpus_per_node: int | None = None
     """Accelerators on each host; none are asked for when left out."""
     time: str | None = None
-    """Limit of one start, as 12:00:00."""
+    """Limit of one start, in one of Slurm's forms, as 12:00:00."""
     partition: str | None = None
     """Where the job may run."""
     account: str | None = None
     """Who pays."""
     warn: int = 120
-    """Seconds before the limit at which the ranks save and end."""
+    """Seconds before the limit at which the ranks save and end; below half of --time."""
     container: str | None = None
     """An Apptainer image to run in, instead of this environment."""
     setup: str = ""
@@ -56,7 +56,8 @@ def slurm(
     resume
         Go on from the newest valid checkpoint at the first start, too.
     out
-        Where to write the file; job.sbatch in the run's folder when left out.
+        Where to write the file, in a folder that exists; job.sbatch in the run's folder when left
+        out.
     submit
         Hand it to sbatch, and print the job's id.
     """
@@ -71,7 +72,8 @@ def slurm(
     refuse_taken(config.run_dir, resume)
     again = ["--resume"] if resume else []
     spec = _job(config, ["train", str(run.resolve()), *overrides, *again], ask)
-    file = (out or config.run_dir / "job.sbatch").absolute()
+    file = (config.run_dir / "job.sbatch" if out is None else _checked(out)).absolute()
+    _warn_of_missing(ask.container)
     spec.logs.mkdir(parents=True, exist_ok=True)
     write_aside(file, sbatch_text(spec))
     print(f"stretto slurm: wrote {file}", file=sys.stderr)
@@ -98,6 +100,29 @@ def _job(config: "RunConfig", arguments: list[str], ask: Ask) -> "JobSpec":
         account=ask.account,
         warn_s=ask.warn,
         setup=ask.setup,
+    )
+
+
+def _checked(out: Path) -> Path:
+    """Return ``out``; raise `ConfigError` where no file can be written."""
+    from stretto.errors import ConfigError
+
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: name a file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}; make it, or name another")
+    return out
+
+
+def _warn_of_missing(container: str | None) -> None:
+    """Say that an image is not here; the job is written all the same, its hosts may see more."""
+    image = _image(container)
+    if image is None or "://" in image or Path(image).exists():
+        return
+    print(
+        f"stretto slurm: warning: --container {image} is not there on this host; the job fails "
+        "where its hosts do not see it either",
+        file=sys.stderr,
     )
 
 

@@ -47,6 +47,7 @@ def test_an_override_moves_the_run_and_so_the_file(here):
 
 
 def test_the_file_goes_where_it_is_sent(here):
+    (here / "batch").mkdir()
     main(["slurm", "demo.toml", *ASK, "--out", "batch/mine.sh"])
     assert (here / "batch" / "mine.sh").is_file()
     assert not (here / "runs" / "demo" / "job.sbatch").exists()
@@ -62,12 +63,29 @@ def test_a_container_is_named_so_that_every_node_finds_it(here, image, expected)
 
 
 @pytest.mark.parametrize(
+    ("image", "missing"), [("there.sif", False), ("gone.sif", True), ("docker://a/b", False)]
+)
+def test_an_image_that_this_host_does_not_see_is_told_and_the_job_written(
+    here, capsys, image, missing
+):
+    (here / "there.sif").touch()
+    assert main(["slurm", "demo.toml", *ASK, "--container", image]) == 0
+    warning = f"warning: --container {here}/{image} is not there"
+    told = capsys.readouterr().err
+    assert (warning in told, "warning" in told) == (missing, missing)
+    assert (here / "runs" / "demo" / "job.sbatch").is_file()
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["missing.toml", *ASK], "missing.toml"),
         (["demo.toml", "train.bacth=4", *ASK], "train.bacth = 4"),
         (["demo.toml", "--nodes", "0", "--tasks-per-node", "4"], "--nodes 0"),
-        (["demo.toml", *ASK, "--time", "12 hours"], "--time"),
+        (["demo.toml", *ASK, "--time", "banana"], "--time 'banana'"),
+        (["demo.toml", *ASK, "--time", "00:01:00", "--warn", "120"], "--warn 120"),
+        (["demo.toml", *ASK, "--out", "."], "--out . is a folder: name a file"),
+        (["demo.toml", *ASK, "--out", "nope/x.sbatch"], "there is no folder nope"),
         (["demo.toml", "--nodes", "2"], "--tasks-per-node"),
     ],
 )
@@ -75,7 +93,7 @@ def test_a_mistake_is_the_callers_and_nothing_is_written(here, capsys, arguments
     assert main(["slurm", *arguments]) == 2
     told = capsys.readouterr()
     assert words in told.err + told.out
-    assert not (here / "runs").exists()
+    assert [path.name for path in here.iterdir()] == ["demo.toml"]
 
 
 def test_a_run_that_is_there_already_is_not_submitted_over_itself(here, capsys):

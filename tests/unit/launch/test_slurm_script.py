@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ConfigError, LaunchError
-from stretto.launch.slurm.job import JobSpec, rank_command, sbatch_text
+from stretto.launch.slurm.job import JobSpec, limit_s, rank_command, sbatch_text
 from stretto.launch.slurm.submit import submit
 
 PLAIN = JobSpec(
@@ -134,6 +134,8 @@ def test_a_container_gets_the_hosts_driver_only_with_gpus(gpus, driver):
         ({"gpus_per_node": 0}, "--gpus-per-node 0"),
         ({"warn_s": 0}, "--warn 0"),
         ({"time": "12 hours"}, "--time '12 hours'"),
+        ({"time": "0:00"}, "above zero"),
+        ({"time": "4", "warn_s": 120}, "--warn 120 is not below half of --time 4 (240 s)"),
         ({"partition": "a\n#SBATCH --x"}, "--partition"),
         ({"account": ""}, "--account ''"),
         ({"logs": Path("/a\\b")}, "run.folder"),
@@ -144,6 +146,31 @@ def test_what_slurm_would_misread_is_refused(wrong, words):
     with pytest.raises(ConfigError) as refused:
         replace(PLAIN, **wrong)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("12:00:00", 43200),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("2-00:00:01", 172801),
+    ],
+)
+def test_a_limit_is_read_as_slurm_reads_it(written, seconds):
+    assert limit_s(written) == seconds
+
+
+@pytest.mark.parametrize("written", ["banana", "", "1:2:3:4", "1-", "-5", "1-2-3", "1.5", "12h"])
+def test_a_limit_in_no_form_of_slurms_is_answered_with_the_forms(written):
+    with pytest.raises(ConfigError, match="MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS"):
+        limit_s(written)
+
+
+def test_a_warning_just_below_half_of_the_limit_is_taken():
+    assert "USR1@119" in sbatch_text(replace(PLAIN, time="4", warn_s=119))
 
 
 nasty = st.sampled_from("%j '\"$#`!*&;|<>()[]{}~=:-")
@@ -176,6 +203,7 @@ def cluster(tmp_path, monkeypatch):
         path.write_text(f'#!/bin/bash\necho "$PWD: {name} $*" >> {tmp_path}/calls\n{body}\n')
         path.chmod(0o755)
 
+    program("squeue", "echo RUNNING")
     program("scontrol", "exit 0")
     return program
 
@@ -211,6 +239,26 @@ def test_only_a_run_that_saved_on_request_is_queued_again(tmp_path, cluster, cod
     done = bash(script(tmp_path))
     assert done.returncode == (0 if queued_again else code)
     assert any("scontrol requeue 42" in call for call in calls(tmp_path)) == queued_again
+
+
+@pytest.mark.parametrize(
+    ("squeue", "state"),
+    [("echo COMPLETING", "COMPLETING"), ("echo CANCELLED", "CANCELLED"), ("exit 1", "unknown")],
+)
+def test_a_job_that_no_longer_runs_for_slurm_is_left_as_it_is(tmp_path, cluster, squeue, state):
+    cluster("srun", "exit 75")
+    cluster("squeue", squeue)
+    done = bash(script(tmp_path))
+    assert done.returncode == 75
+    assert f"not queued again: the job is {state}\n" in done.stderr
+    assert not any("scontrol" in call for call in calls(tmp_path))
+
+
+def test_slurm_is_asked_for_the_state_of_this_job(tmp_path, cluster):
+    cluster("srun", "exit 75")
+    bash(script(tmp_path))
+    (asked,) = [call for call in calls(tmp_path) if "squeue" in call]
+    assert asked.endswith("squeue --noheader --states=all --jobs 42 --format %T")
 
 
 def test_a_job_that_slurm_will_not_queue_again_says_so_and_keeps_the_code(tmp_path, cluster):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -274,6 +275,39 @@ def test_mlflow_starts_a_run_where_the_store_has_lost_the_old_one(tmp_path):
     (tmp_path / "trackers" / "mlflow.id").write_text("0123456789abcdef0123456789abcdef\n")
     assert track("mlflow", tmp_path, step(4), ENDED, resumed=True) == []
     assert mlflow_run(tmp_path)[1].data.metrics["train/loss"] == 1.0
+
+
+def refusals(monkeypatch) -> list[float]:
+    """Let MLflow meet a server that is not there; return the waits it would make, none is made."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening, and free again: nobody answers
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    waits = []
+    monkeypatch.setattr("urllib3.util.retry.time.sleep", waits.append)
+    return waits
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_mlflow_gives_up_an_absent_server_within_seconds(tmp_path, monkeypatch, resumed):
+    waits = refusals(monkeypatch)
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "mlflow.id").write_text("0123456789abcdef0123456789abcdef\n")
+    (said,) = track("mlflow", tmp_path, step(1), resumed=resumed)
+    assert "the run goes on" in said
+    assert sum(waits) < 10
+
+
+def test_mlflow_asks_a_silent_server_for_half_a_minute_at_most():
+    tries = 1 + int(os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"])
+    assert tries * int(os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) <= 30
+
+
+def test_mlflow_looks_no_further_where_the_server_of_a_resumed_run_is_silent(tmp_path, monkeypatch):
+    refusals(monkeypatch)
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "mlflow.id").write_text("0123456789abcdef0123456789abcdef\n")
+    (said,) = track("mlflow", tmp_path, step(1), resumed=True)
+    assert "runs/get" in said
 
 
 def test_mlflow_is_told_at_most_100_settings_at_once(tmp_path, monkeypatch):

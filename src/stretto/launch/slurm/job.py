@@ -2,12 +2,12 @@
 
 The ranks find one another in the variables that srun sets, so the file names no address, no
 interface and no fabric. Slurm signals the ranks before the time limit; they save and end with
-`STOPPED_EXIT_CODE`, and the file then asks for the job to be queued again.
+`STOPPED_EXIT_CODE`, and the file then asks for the job to be queued again, unless it was cancelled.
 """
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,16 @@ from stretto.errors import STOPPED_EXIT_CODE, ConfigError
 
 _UNFIT_FOR_SLURM = re.compile(r"[\\\x00-\x1f\x7f]")
 """Slurm takes a backslash in a log's path for a word to itself, a line break ends an option."""
+
+_LIMITS_S: Mapping[str, tuple[int, ...]] = {
+    "MM": (60,),
+    "MM:SS": (60, 1),
+    "HH:MM:SS": (3600, 60, 1),
+    "D-HH": (86400, 3600),
+    "D-HH:MM": (86400, 3600, 60),
+    "D-HH:MM:SS": (86400, 3600, 60, 1),
+}
+"""How Slurm lets a limit be written, and what each number of it counts in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +62,9 @@ class JobSpec:
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ConfigError(f"{option} {count}: expected 1 or more")
-        words = {"--time": self.time, "--partition": self.partition, "--account": self.account}
+        if self.time is not None:
+            _check_warning(self.time, self.warn_s)
+        words = {"--partition": self.partition, "--account": self.account}
         for option, word in words.items():
             if word is not None and not re.fullmatch(r"[\w.,:@/+-]+", word):
                 raise ConfigError(f"{option} {word!r}: expected one word as Slurm knows it")
@@ -61,6 +73,35 @@ class JobSpec:
                 f"folder {str(self.logs)!r}: Slurm cannot write logs to a path with a backslash or "
                 "a control character; choose another run.folder"
             )
+
+
+def limit_s(text: str) -> int:
+    """Return a limit in seconds, read as Slurm reads it: ``"90"`` is minutes, ``"1-12"`` 36 hours.
+
+    Raises:
+        ConfigError: It has none of Slurm's forms, or is zero, by which Slurm means no limit.
+    """
+    for form, scales in _LIMITS_S.items():
+        found = re.fullmatch(re.sub("[A-Z]+", "([0-9]+)", form), text)
+        if found is None:
+            continue
+        numbers = map(int, found.groups())
+        if total := sum(number * scale for number, scale in zip(numbers, scales, strict=True)):
+            return total
+    raise ConfigError(
+        f"--time {text!r}: expected one of {', '.join(_LIMITS_S)}, above zero, as 12:00:00; "
+        "without --time the partition's own limit holds"
+    )
+
+
+def _check_warning(time: str, warn_s: int) -> None:
+    """Refuse a job that would be told to save about as soon as it has started."""
+    total_s = limit_s(time)
+    if 2 * warn_s >= total_s:
+        raise ConfigError(
+            f"--warn {warn_s} is not below half of --time {time} ({total_s} s): the ranks would "
+            "save and end before they have trained; choose a shorter warning or a longer limit"
+        )
 
 
 def rank_command(
@@ -113,12 +154,24 @@ def _body(spec: JobSpec) -> Iterator[str]:
     yield from _srun(spec)
     yield "code=$?"
     yield ""
+    yield from _requeue()
+    yield 'exit "$code"'
+
+
+def _requeue() -> Iterator[str]:
+    """Yield the lines that queue the job again, if the ranks saved and nobody cancelled it."""
     yield f"# {STOPPED_EXIT_CODE}: asked to stop, everything saved. The next start goes on there."
+    yield "# A job that was warned, or preempted with some grace, is RUNNING still. One that was"
+    yield "# cancelled is not, and stays cancelled; one preempted at once Slurm queues by itself."
     yield f'if [ "$code" -eq {STOPPED_EXIT_CODE} ]; then'
+    yield '  state=$(squeue --noheader --states=all --jobs "$SLURM_JOB_ID" --format %T)'
+    yield '  if [ "$state" != RUNNING ]; then'
+    yield '    echo "stretto: saved; not queued again: the job is ${state:-unknown}" >&2'
+    yield '    exit "$code"'
+    yield "  fi"
     yield '  scontrol requeue "$SLURM_JOB_ID" && exit 0'
     yield '  echo "stretto: saved, but scontrol could not queue the job again" >&2'
     yield "fi"
-    yield 'exit "$code"'
 
 
 def _srun(spec: JobSpec) -> Iterator[str]:

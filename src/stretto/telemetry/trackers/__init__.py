@@ -39,9 +39,14 @@ TRACKERS: Mapping[str, Tracker] = {
     "mlflow": Tracker(
         "stretto.telemetry.trackers.mlflow:MLflow",
         "mlflow",
-        # Likewise; and a folder, the only store that needs no server and no database, must be
-        # allowed by name.
-        {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"},
+        {
+            "MLFLOW_DISABLE_TELEMETRY": "true",  # likewise
+            # A folder, the only store that needs no server and no database, is allowed by name.
+            "MLFLOW_ALLOW_FILE_STORE": "true",
+            # A server that is not there holds up the run for half a minute, not for several.
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        },
     ),
 }
 
@@ -62,7 +67,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def keep_local(names: Sequence[str], environ: MutableMapping[str, str]) -> None:
-    """Set in ``environ`` what keeps trackers from talking to anybody; what is set there stays.
+    """Set in ``environ`` what keeps trackers quiet and their waits short; what is set there stays.
 
     The libraries read these variables when they are imported and have no other door for them, so
     whoever owns the environment calls this before `open_trackers`.

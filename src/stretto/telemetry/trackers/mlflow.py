@@ -6,6 +6,7 @@ import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 
 from stretto.telemetry.events import Event, RunEnded
 from stretto.telemetry.trackers.opening import Opening, keep_id, kept_id
@@ -53,8 +54,10 @@ class MLflow:
             return None
         try:
             known = self._client.get_run(run_id).data.params
-        except MlflowException:
-            return None
+        except MlflowException as failure:
+            if failure.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                return None
+            raise  # a server that does not answer may know it yet
         self._client.update_run(run_id, status="RUNNING")
         words = _words(opening)
         self._log_settings(run_id, {key: words[key] for key in words.keys() - known.keys()})
