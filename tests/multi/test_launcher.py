@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_a_rank_that_hangs_is_blamed_with_its_own_words_though_another_ended(tmp
     assert (outcome.exit_code, outcome.failed_rank) == (1, 2)
     tail = f"the end of {tmp_path}/rank-2.log:\nstuck in the kitchen"
     assert outcome.reason == f"{word.reason}; {tail}"
-    assert said == [f"{word.reason}; ending the others"]
+    assert said == ["rank 2 is silent; ending the others"]
 
 
 def test_a_word_that_comes_a_moment_after_the_first_end_counts(tmp_path):
@@ -109,6 +110,45 @@ def test_a_rank_killed_a_moment_after_its_victim_ended_is_blamed(tmp_path):
 def test_without_a_word_the_one_that_ended_is_blamed(tmp_path):
     outcome = run([FOREVER, "exit 6"], tmp_path, verdict=lambda: None)
     assert (outcome.exit_code, outcome.failed_rank) == (6, 1)
+
+
+def test_a_reason_that_the_log_ends_with_is_announced_in_brief_and_told_once(tmp_path):
+    said, word = [], Verdict(1, "no room", "failed")
+    scripts = [FOREVER, "echo step 1; echo stretto: no room >&2; exit 2"]
+    outcome = run(scripts, tmp_path, said=said, verdict=lambda: word)
+    assert said == ["rank 1 failed; ending the others"]
+    assert outcome.reason == f"rank 1 failed: no room; its log is {tmp_path}/rank-1.log"
+
+
+COLD_SOUP = """
+import os
+from torch import nn
+from stretto.errors import StrettoError
+
+class Soup(nn.Linear):
+    spoons = 0
+
+    def forward(self, inputs):
+        self.spoons += 1
+        if self.spoons == 3 and os.environ.get("RANK") == "1":
+            raise {error}("the soup is cold")
+        return super().forward(inputs.flatten(1))
+
+def make():
+    return Soup(3 * 16 * 16, 10)
+"""
+
+
+@pytest.mark.parametrize("error", ["StrettoError", "ValueError"])
+def test_a_rank_s_failure_is_on_the_screen_twice_and_no_more(tmp_path, error):
+    (tmp_path / "soup.py").write_text(COLD_SOUP.format(error=error))
+    (tmp_path / "run.toml").write_text('[model]\nkind = "custom"\ntarget = "soup:make"\n')
+    settings = ["data.size=16", "train.batch=6", "train.steps=9", "run.threads=1"]
+    command = [sys.executable, "-m", "stretto", "train", "run.toml", *settings, "--workers", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    # A traceback also shows the line that raised, where a quotation mark follows.
+    assert len(re.findall(r'the soup is cold(?!")', done.stderr)) == 2, done.stderr
 
 
 def test_last_words_are_on_the_screen_and_in_the_log_when_the_end_is_judged(tmp_path):
@@ -156,13 +196,20 @@ def test_a_process_that_a_worker_left_with_its_pipe_does_not_keep_us(tmp_path):
 
 
 LAUNCHER = """
-import json, sys
-from stretto.launch.processes import Worker
+import json, os, pathlib, sys
+from stretto.launch.processes import Crew, Worker
 from stretto.launch.watch import Patience, run_workers
-scripts, patience, is_deaf = json.loads(sys.argv[1])
+scripts, patience, is_deaf, held_up_by = json.loads(sys.argv[1])
 def say(line):
     if is_deaf:
         raise OSError(5, "the terminal hung up")
+def kill(crew, at_once=Crew.kill):
+    pathlib.Path(held_up_by).touch()
+    for process in crew._processes.values():
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    at_once(crew)
+if held_up_by:
+    Crew.kill = kill
 workers = [Worker(rank, ["sh", "-c", script], {}) for rank, script in enumerate(scripts)]
 outcome = run_workers(workers, say=say, patience=Patience(**patience))
 print(outcome.reason)
@@ -171,8 +218,8 @@ sys.exit(outcome.exit_code)
 ON = "while :; do sleep 0.02; done"
 
 
-def launch(scripts, *, is_deaf=False, **patience):
-    arguments = json.dumps([scripts, patience, is_deaf])
+def launch(scripts, *, is_deaf=False, held_up_by="", **patience):
+    arguments = json.dumps([scripts, patience, is_deaf, held_up_by])
     command = [sys.executable, "-c", LAUNCHER, arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -237,7 +284,20 @@ def test_a_second_signal_kills_at_once(tmp_path):
     numbers = (signal.SIGTERM, signal.SIGINT)
     code, reason = stop(launch([deaf], saving_s=300), *numbers, when=[[ready], [heard]])
     assert code == 128 + signal.SIGTERM
-    assert reason == "ended by TERM; rank 0 did not end in time and had to be killed"
+    assert reason == "ended by TERM; rank 0 killed at once on INT"
+
+
+def test_who_saved_and_ended_before_the_kill_of_a_second_signal_has_saved(tmp_path):
+    # The launcher is held up between its last look and the kill, and both ranks end meanwhile.
+    ready, heard = ([tmp_path / f"{what}-{rank}" for rank in range(2)] for what in ("up", "heard"))
+    look_again = tmp_path / "second"
+    scripts = [
+        f"trap 'echo > {h}; {after(look_again, 'exit 75')}' INT; echo > {r}; {ON}"
+        for r, h in zip(ready, heard, strict=True)
+    ]
+    launcher = launch(scripts, held_up_by=str(look_again), saving_s=300)
+    code, reason = stop(launcher, signal.SIGINT, signal.SIGINT, when=[ready, heard])
+    assert (code, reason) == (75, "stopped by INT after saving; go on with --resume")
 
 
 def test_when_one_fails_while_saving_the_others_are_not_given_the_whole_patience(tmp_path):

@@ -1,10 +1,11 @@
-"""Which network interface leads to an address."""
+"""Which network interface leads to an address, and whether one that a person named is of use."""
 
 import socket
 
 import psutil
 
-from stretto.errors import LaunchError
+from stretto.errors import ConfigError, LaunchError
+from stretto.telemetry.wording import printable
 
 
 def interface_towards(host: str) -> str:
@@ -26,3 +27,19 @@ def interface_towards(host: str) -> str:
         if any(entry.address.split("%")[0] == mine for entry in addresses):
             return str(name)
     raise LaunchError(f"no interface holds {mine}, from which {host} is reached")
+
+
+def check_interface(name: str) -> None:
+    """Refuse a named interface that this host does not have, or that has no address."""
+    known = {
+        found: any(entry.family in (socket.AF_INET, socket.AF_INET6) for entry in entries)
+        for found, entries in psutil.net_if_addrs().items()
+    }
+    if known.get(name):
+        return
+    wrong = "it has no address" if name in known else "no such interface"
+    usable = ", ".join(found for found, has_address in known.items() if has_address)
+    raise ConfigError(
+        f"the interface {printable(name)} (STRETTO_INTERFACE or GLOO_SOCKET_IFNAME): {wrong} on "
+        f"this host; there are {usable or 'none with an address'}"
+    )

@@ -5,6 +5,7 @@ built on the launcher's store under a prefix that names its *generation*; after 
 survivors build the next generation on the same store, with other members, and close the old one.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,9 +23,17 @@ from torch._C._distributed_c10d import (
 
 from stretto.comm.channel import Parcel, Pending
 from stretto.errors import ChannelError
+from stretto.telemetry.wording import printable
+from stretto.units import format_s
 
 _Gloo: Any = ProcessGroupGloo
 """Untyped here: the stubs know neither its options nor its collectives."""
+
+_CAUSES = {
+    r"[Tt]ime(d )?out": "it hangs, or its host is gone",
+    r"[Cc]onnection|pipe": "it was killed, ran out of memory, or its host is gone",
+}
+"""What a lost peer has probably met, by what the back end says of it; the first that fits."""
 
 
 class TorchChannel:
@@ -73,8 +82,9 @@ class TorchChannel:
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:
         who = "a peer" if peer < 0 else f"rank {self._members[peer]}"
-        reason = str(failure).splitlines()[0]
-        return f"rank {self._members[self.rank]} lost {who}: {reason}"
+        reason = in_plain_words(str(failure))
+        causes = (f"; {cause}" for said, cause in _CAUSES.items() if re.search(said, reason))
+        return f"rank {self._members[self.rank]} lost {who}: {reason}{next(causes, '')}"
 
 
 class _Work:
@@ -125,9 +135,21 @@ def open_channel(
         options._devices = [_Gloo.create_device(interface=interface or "lo")]
         group = _Gloo(prefix, members.index(rank), len(members), options)
     except RuntimeError as failure:
-        reason = str(failure).splitlines()[0]
         raise ChannelError(
             f"rank {rank} could not join generation {generation} of {len(members)} ranks "
-            f"on interface {interface or 'lo'}: {reason}"
+            f"on interface {interface or 'lo'}: {in_plain_words(str(failure))}"
         ) from failure
     return TorchChannel(group, members)
+
+
+def in_plain_words(text: str) -> str:
+    """Return what a text of Gloo's tells, as one line of ASCII: no source files, no good wishes."""
+    line = printable(next(iter(text.splitlines()), "")).encode("ascii", "ignore").decode()
+    line = re.sub(r"\[[^\]\s]*\.[a-z]+:\d+\] *", "", line).partition("This is typically")[0]
+    line = re.sub(r"\[([\d.]+)\](?=:\d)", r"\1", line)  # brackets are for IPv6
+    line = re.sub(r"Timed out waiting (\d+)ms.*", _timed_out, line).strip(" .")
+    return line[:1].lower() + line[1:] or "the back end gave no reason"
+
+
+def _timed_out(found: re.Match[str]) -> str:
+    return f"timed out after {format_s(int(found[1]) / 1e3)}"

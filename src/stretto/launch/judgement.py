@@ -59,10 +59,36 @@ def failure(title: str, ended: Mapping[int, int], verdict: "Verdict | None") -> 
         code = ended[victim]
     exit_code = code if code > 0 else 128 - code
     if verdict is None or verdict.rank != rank or ended.get(rank, 0) < 0:
-        return Outcome(exit_code, rank, f"{title} ended with {describe(code)}")
+        ended_so = f"{title} ended with {describe(code)}"
+        return Outcome(exit_code, rank, ended_so, ended_so)
     reason = printable(verdict.reason)
-    told = reason if verdict.kind == "silent" else f"{title} failed: {reason}"
-    return Outcome(exit_code, rank, told)
+    if verdict.kind == "silent":
+        return Outcome(exit_code, rank, reason, f"{title} is silent")
+    return Outcome(exit_code, rank, f"{title} failed: {reason}", f"{title} failed")
+
+
+def with_last_words(outcome: Outcome, log: str, said: str) -> str:
+    """Return the reason for a failure together with ``said``, the end of the culprit's log.
+
+    Where the log ends with the reason, one of the two is enough: the log if it is a traceback,
+    which tells more, else the reason.
+    """
+    if not said:
+        return f"{outcome.reason}; it said nothing"
+    _, is_left, word = outcome.reason.partition(f"{outcome.brief}: ")
+    if not (is_left and _ends_with(said, word)):
+        return f"{outcome.reason}; the end of {log}:\n{said}"
+    if any(line.startswith('  File "') for line in said.splitlines()):
+        return f"{outcome.brief}; the end of {log}:\n{said}"
+    return f"{outcome.reason}; its log is {log}"
+
+
+def _ends_with(said: str, reason: str) -> bool:
+    """Say whether a log ends with the reason that a rank left for its failure."""
+    whole, reason = said.replace("\n", " "), reason.rstrip(" :")  # an error may have no words
+    # A command's own word leaves out of which type an error was, which the reason may begin with.
+    _, own, word = whole.rpartition("stretto: ")
+    return whole.endswith(reason) or bool(own and word and reason.endswith(word))
 
 
 def without_failure(ended: Mapping[int, int]) -> Outcome:
@@ -73,7 +99,11 @@ def without_failure(ended: Mapping[int, int]) -> Outcome:
 
 
 def after_signal(
-    received: int, passed_on: int, ended: Mapping[int, int], running: Sequence[int]
+    received: int,
+    passed_on: int,
+    ended: Mapping[int, int],
+    killed: Sequence[int],
+    second: int | None = None,
 ) -> Outcome:
     """Return the outcome once a signal to the launcher was passed on and time was given.
 
@@ -81,21 +111,29 @@ def after_signal(
         received: the signal to the launcher.
         passed_on: what the workers were sent for it.
         ended: how those ended that did.
-        running: the ranks that did not, and are killed now.
+        killed: the ranks that did not, and had to be killed.
+        second: the signal that cut their time short, if one did.
     """
     name = signal_name(received)
-    if not running and set(ended.values()) == {0}:
+    if not killed and set(ended.values()) == {0}:
         return Outcome(0)  # it came when the work was done
-    if not running and set(ended.values()) in ({STOPPED_EXIT_CODE}, {0, STOPPED_EXIT_CODE}):
+    if not killed and set(ended.values()) in ({STOPPED_EXIT_CODE}, {0, STOPPED_EXIT_CODE}):
         return Outcome(STOPPED_EXIT_CODE, reason=f"stopped by {name} after saving; {GO_ON}")
     reason = f"ended by {name}"
     died_of_it = (-passed_on, 128 + passed_on)
     others = {rank: code for rank, code in ended.items() if code not in died_of_it}
     if (rank := culprit(others)) is not None:
         reason += f"; rank {rank} ended with {describe(others[rank])}"
-    if running:
-        reason += f"; {ranks_in_words(running)} did not end in time and had to be killed"
+    if killed:
+        reason += f"; {ranks_in_words(killed)} {_why_killed(received, second)}"
     return Outcome(128 + received, reason=reason)
+
+
+def _why_killed(received: int, second: int | None) -> str:
+    if second is None:
+        return "did not end in time and had to be killed"
+    again = "the second " if second == received else ""
+    return f"killed at once on {again}{signal_name(second)}"
 
 
 def describe(code: int) -> str:

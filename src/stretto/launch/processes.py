@@ -59,6 +59,8 @@ class Outcome:
     failed_rank: int | None = None
     """The first to fail; None when all went well or the run was asked to stop."""
     reason: str = ""
+    brief: str = ""
+    """A failure's reason in a few words, for where the whole of it is told beside."""
 
 
 class Bell:
@@ -161,12 +163,15 @@ class Crew:
             os.kill(self._processes[rank].pid, signum)
 
     def kill(self) -> None:
-        """Kill the process groups of all workers, also of those that ended, and reap."""
-        for process in self._processes.values():
+        """Kill the process groups of all workers, also of those that ended, and reap.
+
+        Who had ended by then, unseen, keeps the code it ended with.
+        """
+        for rank, process in self._processes.items():
             # A group without members left is not an error.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            self.codes.setdefault(rank, process.wait())
         self._processes.clear()
 
     def end(self, grace_s: float) -> None:

@@ -4,6 +4,7 @@ Pure: lines and times go in, lines to show come out. The logs keep every byte; n
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ MOST_REMEMBERED = 1000
 FLOOD_S = 5.0
 FLOOD_LINES = 100
 """In each FLOOD_S a rank shows this many lines: 20 a second, and a traceback in one piece."""
+
+_ECHO = re.compile(r"stretto: rank \d+ failed first: ")
+"""How a rank begins that quotes another (`stretto.launch.seat`): that one says it itself."""
 
 
 @dataclass(slots=True)
@@ -44,7 +48,7 @@ class Folding:
 
     A line that several ranks say within `WINDOW_S` is shown once, as ``[ranks 1-3] text``. Each
     rank's own lines stay in their order, so that a traceback of three ranks reads as one. What rank
-    0 has said is not repeated for the others.
+    0 has said is not repeated for the others, nor what a failed rank said for its victims.
     """
 
     def __init__(self, logs: Mapping[int, str]) -> None:
@@ -60,6 +64,8 @@ class Folding:
         if rank and self._is_held_back(rank, now_s):
             return []
         text = _left_on_screen(line)
+        if _ECHO.match(text):
+            return []
         if rank == 0:
             self._remember(text, now_s)
             return [text]

@@ -15,6 +15,7 @@ from stretto.launch.judgement import (
     is_failure,
     is_settled,
     signal_name,
+    with_last_words,
     without_failure,
 )
 from stretto.launch.pipes import Output, Screen
@@ -155,16 +156,20 @@ class _Watch:
         crew.wait(lambda: is_over() or self._has_failed(), self.patience.saving_s)
         # With one of them gone the others cannot agree on a step to save at.
         crew.wait(is_over, self.patience.failing_s if self._has_failed() else 0)
-        outcome = after_signal(received, passed_on, crew.codes, crew.running)
+        second, running = next(iter(crew.bell.received[heard:]), None), crew.running
         crew.kill()
-        return outcome
+        # Some may have saved and ended between our last look and the kill.
+        killed = [rank for rank in running if crew.codes[rank] == -signal.SIGKILL]
+        ended = {rank: code for rank, code in crew.codes.items() if rank not in killed}
+        return after_signal(received, passed_on, ended, killed, second)
 
     def _blame(self) -> Outcome:
         codes, verdict = self.crew.codes, self.verdict()
         rank = culprit(codes, verdict)
         assert rank is not None, "nobody has failed"
         outcome = failure(self.workers[rank].title, codes, verdict)
-        self._say(f"{outcome.reason}; ending the others")
+        # What the culprit said is on the screen, and stands in the outcome's reason again.
+        self._say(f"{outcome.brief}; ending the others")
         return outcome
 
     def _give_up(self) -> Outcome:
@@ -175,7 +180,7 @@ class _Watch:
             "first that saved and stopped"
         )
         self._say(f"{reason}; ending it")
-        return Outcome(1, rank, reason)
+        return Outcome(1, rank, reason, brief=reason)
 
     def _say(self, line: str) -> None:
         # A terminal that hung up must not keep the workers from saving.
@@ -190,6 +195,4 @@ def _with_last_words(outcome: Outcome, workers: Mapping[int, Worker]) -> Outcome
     log = workers[outcome.failed_rank].log
     if log is None:
         return replace(outcome, reason=f"{outcome.reason}; what it said is above")
-    said = tail(log)
-    words = f"the end of {log}:\n{said}" if said else "it said nothing"
-    return replace(outcome, reason=f"{outcome.reason}; {words}")
+    return replace(outcome, reason=with_last_words(outcome, str(log), tail(log)))

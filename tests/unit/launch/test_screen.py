@@ -180,3 +180,10 @@ def test_blank_lines_of_rank_zero_are_part_of_its_picture():
 )
 def test_ranks_are_named_in_runs(ranks, words):
     assert ranks_in_words(ranks) == words
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_a_failed_rank_said_is_not_shown_again_for_its_victims(victim):
+    echo = "stretto: rank 2 failed first: no room"
+    screen = show([(2, "stretto: no room", 0.0), (victim, echo, 0.1)])
+    assert [line for _, line in screen] == ["[rank 2] stretto: no room"]
