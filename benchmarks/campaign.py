@@ -13,7 +13,7 @@ CAMPAIGNS = {
     "resume_kills": ["python", "-m", "benchmarks.resume_kills", "--count", "20", "--seed", "7"],
     "launcher_kills": ["python", "-m", "benchmarks.launcher_kills", "--count", "20", "--seed", "7"],
     "rank_stops": ["python", "-m", "benchmarks.rank_stops", "--count", "20", "--seed", "7"],
-    "images": ["python", "-m", "benchmarks.images", "--full"],
+    "images": ["python", "-m", "benchmarks.images"],
 }
 
 

@@ -7,9 +7,9 @@ from benchmarks.resume_kills import STEPS, campaign
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 
 
-def test_three_kills_at_random_steps_change_nothing():
-    trials = list(campaign(count=3, seed=11))
-    assert [trial.equal for trial in trials] == [True] * 3
+def test_kills_at_random_steps_change_nothing():
+    trials = list(campaign(count=2, seed=11))
+    assert [trial.equal for trial in trials] == [True] * 2
     # The kills were real: work was lost, and the run went on from a checkpoint.
     assert all(0 <= trial.resumed_at_step < STEPS for trial in trials)
     assert any(trial.resumed_at_step > 0 for trial in trials)
