@@ -36,6 +36,11 @@ MARK = "STRETTO_CAMPAIGN_MARK"
 """A word in the environment of every process of a job, however deep: how they are found."""
 
 
+def _mark(name: str) -> str:
+    """Return the job's mark; another campaign beside this one may have a job of the same name."""
+    return f"{name} of {os.getpid()}"
+
+
 def write_job(folder: Path) -> Path:
     """Write the run file and a few images to learn; return the run file."""
     draw = np.random.default_rng(0)
@@ -60,7 +65,7 @@ def start(
     with log.open("wb") as output:
         return subprocess.Popen(
             [*command, "--workers", "4"],
-            env={**os.environ, MARK: name} | ({} if path is None else {"PATH": path}),
+            env={**os.environ, MARK: _mark(name)} | ({} if path is None else {"PATH": path}),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -72,7 +77,7 @@ def of_job(name: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            marked = process.environ().get(MARK) == name
+            marked = process.environ().get(MARK) == _mark(name)
             if marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
