@@ -12,6 +12,8 @@ import numpy as np
 import psutil
 from PIL import Image
 
+from stretto.launch.processes import guarded
+
 RUN = """
 [run]
 threads = 1
@@ -59,12 +61,15 @@ def write_job(folder: Path) -> Path:
 def start(
     run_file: Path, name: str, log: Path, *more: str, path: str | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start the job as four workers; everything it says goes to ``log``; ``path`` is its PATH."""
+    """Start the job as four workers; everything it says goes to ``log``; ``path`` is its PATH.
+
+    It is killed when this process dies: a campaign that is cut short leaves no job behind.
+    """
     settings = [f"run.folder={run_file.parent / 'runs'}", f"run.name={name}", *more]
     command = [sys.executable, "-m", "stretto", "train", str(run_file), *settings]
     with log.open("wb") as output:
         return subprocess.Popen(
-            [*command, "--workers", "4"],
+            guarded([*command, "--workers", "4"]),
             env={**os.environ, MARK: _mark(name)} | ({} if path is None else {"PATH": path}),
             stdout=output,
             stderr=subprocess.STDOUT,

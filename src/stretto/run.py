@@ -20,7 +20,8 @@ from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, ResNetConfig, build_model, per_sample_loss
 from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
-from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy
+from stretto.sim.cluster import load_cluster
+from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy, tuned
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers
@@ -92,6 +93,8 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: The batch is larger than the data, or the model cannot take its samples.
     """
     check_trackers(config.run.trackers)
+    if config.strategy.cluster:
+        load_cluster(Path(config.strategy.cluster))
     source = open_source(config.data, train=True)
     if config.train.batch > source.num_samples:
         raise ConfigError(
@@ -106,7 +109,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Loaded[RunConfig]:
-    """Return the config with what the run derives written out: threads, bucket cuts.
+    """Return the config with what the run derives written out: threads, algorithms, bucket cuts.
 
     Fed back as a run file it gives the same run, bit for bit, on any launcher.
     """
@@ -114,8 +117,12 @@ def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Lo
     derived: dict[str, object] = {}
     if config.run.threads is None:
         derived["run.threads"] = world.threads
-    if config.strategy.cuts is None:
-        derived["strategy.cuts"] = bucket_cuts(config.strategy, model)
+    strategy = tuned(config.strategy, world.mesh)
+    for key in ("algorithm", "fusion"):
+        if getattr(strategy, key) != getattr(config.strategy, key):
+            derived[f"strategy.{key}"] = getattr(strategy, key)
+    if strategy.cuts is None:
+        derived["strategy.cuts"] = bucket_cuts(strategy, model)
     return resolve(loaded, derived)
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.emulated import EmulatedLink
 from stretto.comm.local import run_local
 from stretto.strategy import AllReduceConfig, build_strategy
@@ -62,13 +61,15 @@ def step_s(algorithm: str, bytes_per_s: float) -> float:
     return max(run_local(2, work))
 
 
-@pytest.mark.parametrize("algorithm", ALLREDUCE)
+@pytest.mark.parametrize(
+    "algorithm", ["native", "ring", "doubling", "halving-doubling", "hierarchical"]
+)
 @pytest.mark.parametrize("comm_share", [0.5, 1.0, 2.0], ids=["fast link", "even", "slow link"])
 def test_a_step_is_forward_plus_the_longer_of_backward_and_communication_plus_one_bucket(
     algorithm, comm_share
 ):
     bucket_s = BACKWARD_S * comm_share
-    # Two ranks: a ring carries 2 (n-1)/n = 1 times the bucket over each link.
+    # Two ranks: each of these carries 2 (n-1)/n = 1 times the bucket over each link.
     measured_s = step_s(algorithm, bytes_per_s=LAYER_BYTES / bucket_s)
     forward_s, backward_s, comm_s = (LAYERS * s for s in (FORWARD_S, BACKWARD_S, bucket_s))
     # The first bucket cannot leave before the last layer's backward, the last one not before all.

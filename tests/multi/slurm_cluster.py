@@ -4,7 +4,6 @@ Two partitions share the nodes: jobs in ``high`` preempt those in ``low``, which
 """
 
 import os
-import shutil
 import socket
 import subprocess
 import time
@@ -101,11 +100,9 @@ class Cluster:
         )
 
 
-def missing_tools() -> list[str]:
-    """Return which of Slurm's programs are not installed."""
-    return [
-        tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None
-    ]
+def search_path() -> str:
+    """Return where Slurm's programs are: its daemons are not in everybody's PATH."""
+    return f"{os.environ['PATH']}:/usr/sbin"
 
 
 @contextmanager
@@ -160,7 +157,7 @@ def _start(command: Sequence[str], environ: dict[str, str], log: Path) -> subpro
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
-            env={**environ, "PATH": f"{environ['PATH']}:/usr/sbin"},
+            env={**environ, "PATH": search_path()},
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -15,6 +15,7 @@ import stretto
 from stretto.cluster.store import hold_store
 from stretto.launch.lab.plan import LabSpec
 from stretto.launch.lab.run import run_in_lab
+from tests.multi.needs import require
 
 pytestmark = [pytest.mark.multi, pytest.mark.lab]
 
@@ -24,14 +25,7 @@ SOURCE = Path(stretto.__file__).parent
 
 @pytest.fixture(scope="module", autouse=True)
 def _problems_can_be_planted_here():
-    tools = ("ip", "tc", "nft", "setpriv", "unshare", "mount", "faketime")
-    missing = [tool for tool in tools if shutil.which(tool) is None]
-    if os.geteuid() == 0 and not missing:
-        return
-    reason = f"planting needs root, iproute2, nftables, faketime; missing here: {missing or 'root'}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    require("ip", "tc", "nft", "setpriv", "unshare", "mount", "faketime", root=True)
 
 
 @pytest.fixture(autouse=True)

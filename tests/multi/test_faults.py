@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import launcher_kills, rank_stops
@@ -25,6 +26,17 @@ def build():
     return Slow(nn.Flatten(), nn.Linear(3 * 16 * 16, 8))
 """
 
+CAMPAIGN = """
+import sys
+from pathlib import Path
+from benchmarks.faulty_job import await_steps, start, write_job
+folder = Path(sys.argv[1])
+job = start(write_job(folder), "job", folder / "log")
+await_steps(folder / "runs" / "job", 1)
+print(job.pid, flush=True)
+job.wait()
+"""
+
 
 def test_a_killed_launcher_leaves_no_process():
     trials = list(launcher_kills.campaign(count=2, seed=11))
@@ -37,6 +49,23 @@ def test_without_the_kernel_s_signal_ranks_end_by_themselves(tmp_path):
     # Nothing is on this PATH, so ranks start without setpriv's parent-death signal.
     _, training = launcher_kills.campaign(count=2, seed=12, path=str(tmp_path))
     assert training.alive_after_5_s == 0
+
+
+def test_a_campaign_that_is_cut_takes_its_job_along(tmp_path):
+    command = [sys.executable, "-c", CAMPAIGN, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as campaign:
+        job = psutil.Process(int(campaign.stdout.readline()))
+        processes = [job, *job.children(recursive=True)]
+        campaign.kill()
+    assert len(processes) > 4
+    await_true(lambda: not any(map(lives, processes)), 10, "the end of the job")
+
+
+def lives(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_rank_that_hangs_is_named_in_time():

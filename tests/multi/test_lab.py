@@ -1,6 +1,4 @@
-import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import pytest
 from stretto.launch.lab.box import open_box
 from stretto.launch.lab.plan import LabSpec, address
 from stretto.launch.lab.run import run_in_lab
+from tests.multi.needs import require
 
 pytestmark = [pytest.mark.multi, pytest.mark.lab]
 
@@ -32,13 +31,7 @@ def plain_store(host):
 
 @pytest.fixture(scope="module", autouse=True)
 def _lab_is_possible_here():
-    missing = [tool for tool in ("ip", "tc", "nft", "setpriv") if shutil.which(tool) is None]
-    if os.geteuid() == 0 and not missing:
-        return
-    reason = f"a lab needs root and iproute2, nftables; missing here: {missing or 'root'}"
-    if os.environ.get("CI") == "true":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    require("ip", "tc", "nft", "setpriv", root=True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,11 @@
 """The report in a real browser: its own policy lets its own script draw, and nothing else."""
 
-import os
-import shutil
 import subprocess
 
 import pytest
 
 from stretto.report.html import write_report
+from tests.multi.needs import require
 from tests.unit.report.made_up import run
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
@@ -26,14 +25,11 @@ FLAGS = [
 
 
 def test_a_browser_draws_every_figure(tmp_path):
-    browser = shutil.which("chromium")
-    if browser is None:
-        reason = "needs Debian's chromium"
-        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    require("chromium")
     page = tmp_path / "report.html"
     write_report(page, "a report", "two runs", [run("one"), run("two")])
     done = subprocess.run(
-        [browser, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
+        ["chromium", *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()],
         capture_output=True,
         text=True,
         check=True,

@@ -1,6 +1,7 @@
 """A batch job on a real Slurm: warned, preempted, queued again or cancelled, and nothing lost."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from stretto.checkpoint import load_one
+from stretto.cluster.detect import detect
 from stretto.telemetry.events import RunEnded, RunStarted, StepDone
 from stretto.telemetry.sinks import read_events
 
@@ -125,6 +127,27 @@ def test_the_doctor_finds_a_job_step_in_order(folder, slurm):
     assert done.returncode == 0, [line for line in found.values() if line["status"] == "FAIL"]
     assert found["peers"]["status"] == "ok"
     assert "slurm" in found["launcher"]["finding"]
+
+
+def words_of(text):
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+@pytest.mark.parametrize("allocate", [[], ["salloc", "-N1"]])
+def test_a_job_without_a_batch_script_does_not_ask_to_be_queued_again(slurm, allocate):
+    world = detect(words_of(slurm.call(*allocate, "srun", "-N1", "-n1", "/usr/bin/env")))
+    assert (world.launcher, world.ask_restart) == ("slurm", ())
+
+
+@pytest.mark.parametrize("export", ["ALL", "NONE", "COLOUR=blue"])
+def test_a_step_of_a_batch_job_asks_to_be_queued_again(slurm, tmp_path, export):
+    found = f"export SLURM_CONF={slurm.environ['SLURM_CONF']} PATH={os.environ['PATH']}"
+    script = f"{found}; srun -N1 -n1 /usr/bin/env"
+    options = [f"--export={export}", f"--output={tmp_path / 'log'}"]
+    job = slurm.call("sbatch", "--parsable", "-N1", *options, "--wrap", script).strip()
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    world = detect(words_of((tmp_path / "log").read_text()))
+    assert world.ask_restart == ("scontrol", "requeue", job)
 
 
 def test_a_job_that_is_warned_saves_and_goes_on_by_itself(folder, slurm, calm):

@@ -8,56 +8,21 @@ import sys
 import pytest
 import torch
 
-from stretto.checkpoint import load_one
 from stretto.telemetry.timeline import read_chrome_trace
+from tests.multi.needs import require
+from tests.multi.small_run import STEPS, STRETTO, last_tensors, same, train, write_run
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
-
-RUN = """
-[run]
-threads = 1
-[data]
-samples = 200
-test_samples = 32
-size = 16
-[model]
-width = 8
-[optim]
-lr = 0.02
-[strategy]
-fusion = "2KB"
-algorithm = "native, ring from 1KB"
-[train]
-batch = 20
-steps = 12
-"""
-STRETTO = [sys.executable, "-m", "stretto"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("runs")
-    (place / "run.toml").write_text(RUN)
-    return place
-
-
-def train(folder, name, *, start=STRETTO, more=()):
-    """Train and return the last checkpoint's tensors."""
-    arguments = ["train", "run.toml", f"run.name={name}", *more]
-    done = subprocess.run(
-        [*start, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return load_one(folder / "runs" / name / "checkpoints" / "step-00000012").tensors
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    return write_run(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
 def launched(folder):
-    return train(folder, "launched", more=["--workers", "3"])
+    return train(folder, "launched", "--workers", "3")[1]
 
 
 def test_the_resolved_run_file_gives_the_same_bits_again(folder, launched):
@@ -67,8 +32,7 @@ def test_the_resolved_run_file_gives_the_same_bits_again(folder, launched):
     assert "cuts = [" in text
     arguments = ["train", "again.toml", "run.name=again", "--workers", "3"]
     subprocess.run([*STRETTO, *arguments], cwd=folder, check=True, capture_output=True)
-    again = load_one(folder / "runs" / "again" / "checkpoints" / "step-00000012").tensors
-    assert same(again, launched)
+    assert same(last_tensors(folder, "again"), launched)
 
 
 def test_every_rank_leaves_its_time_line(folder, launched):
@@ -76,7 +40,9 @@ def test_every_rank_leaves_its_time_line(folder, launched):
         (timeline,) = read_chrome_trace(folder / "runs/launched/trace" / f"rank-{rank}.json")
         names = {span.name for span in timeline.spans}
         assert {"forward", "backward", "update", "bucket 0", "wait for gradients"} <= names
-        assert {span.step for span in timeline.spans if span.name == "bucket 0"} == set(range(12))
+        assert {span.step for span in timeline.spans if span.name == "bucket 0"} == set(
+            range(STEPS)
+        )
 
 
 def test_workers_of_workers_are_refused(folder):
@@ -112,11 +78,9 @@ def test_ranks_with_other_settings_are_refused(folder):
 
 @pytest.mark.lab
 def test_four_hosts_on_slow_links_train_one_model(folder):
-    if os.geteuid() != 0 or not shutil.which("tc"):
-        reason = "needs root and iproute2"
-        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    require("ip", "tc", root=True)
     lab = [*STRETTO, "lab", "--hosts", "3", "--rate", "100mbit", "--"]
-    in_lab = train(folder, "lab", start=[*lab, "stretto"])
-    alone = train(folder, "alone")
+    _, in_lab = train(folder, "lab", start=[*lab, "stretto"])
+    _, alone = train(folder, "alone")
     for name, value in alone.items():
         torch.testing.assert_close(in_lab[name], value, rtol=1e-3, atol=1e-4)

@@ -3,21 +3,28 @@
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from stretto.measure.wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from stretto.cluster.world import World
     from stretto.measure.interleave import Row
 
+bench = App(name="bench", help="Measure on the ranks this was started as (a lab, torchrun).")
 
-def bench(what: Literal["step"], /, *overrides: str, runs: int = 9, json_: bool = False) -> int:
-    """Measure WHAT on the ranks this was started as (a lab, torchrun).
+
+@bench.command
+def step(*overrides: str, runs: int = 9, json_: bool = False) -> int:
+    """A training step of a GPT of about 25 MB, against DDP at its best setting.
 
     Parameters
     ----------
-    what
-        step: a training step of a GPT of about 25 MB, against DDP at its best setting.
     overrides
         Settings of the run that is timed, as table.key=value.
     runs
@@ -25,21 +32,12 @@ def bench(what: Literal["step"], /, *overrides: str, runs: int = 9, json_: bool 
     json_
         One object a line on standard output; bound_s is null where the links' rate is not known.
     """
-    from stretto.cluster.detect import detect
     from stretto.config import load
-    from stretto.errors import ConfigError
     from stretto.recipes.benchmarks import gpt_25mb
     from stretto.run import RunConfig
     from stretto.study.step import bench_step
 
-    world = detect()
-    if runs < 1:
-        raise ConfigError(f"--runs {runs}: expected at least 1")
-    if world.size < 2:
-        raise ConfigError(
-            "bench step needs at least 2 ranks: start it as "
-            "`stretto lab --hosts 4 --rate 400mbit -- stretto bench step`, or under torchrun"
-        )
+    world = _world("step", runs)
     config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
     rows = bench_step(config, world, runs=runs, say=_say if world.rank == 0 else lambda _: None)
     if world.rank == 0:
@@ -47,18 +45,70 @@ def bench(what: Literal["step"], /, *overrides: str, runs: int = 9, json_: bool 
     return 0
 
 
+@bench.command
+def collectives(
+    *,
+    wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),  # noqa: B008 - frozen
+    cluster: Path | None = None,
+    runs: int = 5,
+    json_: bool = False,
+) -> int:
+    """Collectives by algorithm, against the back end's own.
+
+    Example: stretto lab --hosts 2 --ranks-per-host 4 --rate 400mbit -- stretto bench collectives
+
+    Parameters
+    ----------
+    cluster
+        Description made by stretto calibrate; its table is what hybrid means.
+    runs
+        Interleaved repetitions; the median counts.
+    json_
+        One object a line on standard output; bound_s is null where the links' rate is not known.
+    """
+    from stretto.study.collectives import bench_collectives, request_of
+
+    world = _world("collectives", runs)
+    request = request_of(wanted, cluster, world, runs)
+    rows = bench_collectives(world, request, _say if world.rank == 0 else lambda _: None)
+    if world.rank == 0:
+        _print(rows, as_json=json_)
+    return 0
+
+
+def _world(what: str, runs: int) -> "World":
+    from stretto.cluster.detect import detect
+    from stretto.errors import ConfigError
+
+    world = detect()
+    if runs < 1:
+        raise ConfigError(f"--runs {runs}: expected at least 1")
+    if world.size < 2:
+        raise ConfigError(
+            f"bench {what} needs at least 2 ranks: start it as "
+            f"`stretto lab --hosts 4 --rate 400mbit -- stretto bench {what}`, or under torchrun"
+        )
+    return world
+
+
 def _print(rows: "Sequence[Row]", *, as_json: bool) -> None:
     if as_json:
         for row in rows:
             print(json.dumps(asdict(row)))
         return
-    print(f"{'case':<22}{'ours':>9}  {'peer':<22}{'peer':>9}{'ratio':>8}{'bound':>9}{'spread':>9}")
+    width = max(len(row.case) for row in rows) + 2
+    head = f"{'case':<{width}}{'ours':>10}  {'peer':<22}{'peer':>10}{'ratio':>8}{'bound':>11}"
+    print(f"{head}{'spread':>9}")
     for row in rows:
-        bound = f"{row.bound_s:.3f} s" if row.bound_s else "unknown"
+        bound = _seconds(row.bound_s) if row.bound_s else "unknown"
         print(
-            f"{row.case:<22}{row.ours_s:>7.3f} s  {row.peer:<22}{row.peer_s:>7.3f} s"
-            f"{row.ratio:>8.3f}{bound:>9}{row.spread:>8.1%}"
+            f"{row.case:<{width}}{_seconds(row.ours_s):>10}  {row.peer:<22}"
+            f"{_seconds(row.peer_s):>10}{row.ratio:>8.3f}{bound:>11}{row.spread:>8.1%}"
         )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e3:.3f} ms"
 
 
 def _say(line: str) -> None:

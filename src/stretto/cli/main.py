@@ -16,6 +16,15 @@ VERBS = {
         "Check machine, launcher, peers, ports, disk, clocks and time-outs.",
     ),
     "lab": ("stretto.cli.lab:lab", "Run a command on a cluster in a box with slow links."),
+    "show": ("stretto.cli.show:show", "Draw a collective's schedule, step by step."),
+    "calibrate": (
+        "stretto.cli.calibrate:calibrate",
+        "Measure links and algorithms; write a cluster's description.",
+    ),
+    "simulate": (
+        "stretto.cli.simulate:simulate",
+        "Predict what collectives cost on a cluster that is not here.",
+    ),
     "bench": ("stretto.cli.bench:bench", "Measure against the peer and the bound."),
 }
 

@@ -5,7 +5,7 @@ was started as part of the same job, only the ranks themselves can find out.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import groupby
@@ -19,7 +19,7 @@ from stretto.errors import LaunchError
 from stretto.telemetry.wording import ranks_in_words
 
 _ANSWER_S = 10.0
-"""How much longer than rank 0 for the others, they wait for its answer."""
+"""Rank 0 answers when its own patience ends; the others wait this much longer to hear it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class Card:
     rank: int
     size: int
     host_name: str
-    local_rank: int
     launcher: str
     job: str
 
@@ -75,9 +74,7 @@ def _meet(world: World, timeout_s: float) -> Met:
 
 def card_of(world: World) -> Card:
     """Return what this rank says."""
-    return Card(
-        world.rank, world.size, world.host_name, world.local_rank, world.launcher, world.job
-    )
+    return Card(world.rank, world.size, world.host_name, world.launcher, world.job)
 
 
 def settle_mesh(cards: Sequence[Card]) -> Mesh:
@@ -126,11 +123,7 @@ def _take_cards(room: Store, size: int, timeout_s: float) -> list[Card]:
             f"{ranks_in_words(missing)} of {size} did not come to the meeting within "
             f"{timeout_s:g} s: look into their logs, or run `stretto doctor` the same way"
         ) from None
-    return [_card(json.loads(room.get(key))) for key in keys]
-
-
-def _card(fields: Mapping[str, object]) -> Card:
-    return Card(**fields)  # type: ignore[arg-type]  # written by the same code, checked by use
+    return [Card(**json.loads(room.get(key))) for key in keys]
 
 
 def _wait(room: Store, key: str, timeout_s: float, where: str) -> bytes:

@@ -2,8 +2,14 @@
 
 import re
 
-from stretto.cluster.words import Environ, fair_threads, interface, meeting_of, number
-from stretto.cluster.words import rank_and_size as read_rank_and_size
+from stretto.cluster.words import (
+    Environ,
+    fair_threads,
+    interface,
+    meeting_of,
+    number,
+    rank_and_size,
+)
 from stretto.cluster.world import Mesh, World
 from stretto.errors import LaunchError
 
@@ -16,7 +22,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 def read(environ: Environ) -> World:
     """Return the world of a job step; a step of one task is a world of its own."""
-    rank, size = read_rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    rank, size = rank_and_size(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     mesh = Mesh(tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(size))))
     if mesh.size != size:
         raise LaunchError(
@@ -27,7 +33,6 @@ def read(environ: Environ) -> World:
     restarts = number(environ, "SLURM_RESTART_COUNT", 0)
     job = f"slurm {number_of_job}.{step} restart {restarts}"
     host = first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    in_batch = environ.get("SLURM_JOB_ID") is not None
     return World(
         rank,
         mesh,
@@ -39,7 +44,7 @@ def read(environ: Environ) -> World:
         found_by=f"SLURM_PROCID and SLURM_STEP_ID are set (job {number_of_job}, step {step})",
         host_name=environ.get("SLURMD_NODENAME", ""),
         job=job,
-        ask_restart=("scontrol", "requeue", number_of_job) if in_batch else (),
+        ask_restart=("scontrol", "requeue", number_of_job) if _is_batch(environ) else (),
     )
 
 
@@ -65,6 +70,15 @@ def first_host(nodelist: str) -> str:
             end = place
             break
     return _BRACKETS.sub(r"\1", nodelist[:end])
+
+
+def _is_batch(environ: Environ) -> bool:
+    """Say whether this is a step of a batch job; Slurm queues no other again.
+
+    A batch script passes ENVIRONMENT=BATCH on to its steps. sbatch --export drops it and leaves
+    SLURM_GET_USER_ENV instead; behind srun --export nothing tells, and `--resume` is the advice.
+    """
+    return environ.get("ENVIRONMENT") == "BATCH" or "SLURM_GET_USER_ENV" in environ
 
 
 def _threads(environ: Environ, mesh: Mesh, rank: int) -> int:

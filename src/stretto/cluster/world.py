@@ -1,6 +1,8 @@
 """Who am I, how many are we, where do we meet, and how does our launcher start us again."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,25 +10,36 @@ class Mesh:
     """Hosts by local ranks; ranks are numbered host after host."""
 
     ranks_per_host: tuple[int, ...]
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Each host's first rank, and the number of ranks; kept, since every rank's program asks."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_starts", tuple(accumulate(self.ranks_per_host, initial=0)))
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return sum(self.ranks_per_host)
+        return self._starts[-1]
 
     @property
     def hosts(self) -> int:
         """Number of hosts."""
         return len(self.ranks_per_host)
 
+    @property
+    def shape(self) -> str:
+        """Return hosts by ranks as people write it: ``2x4``, or ``3+2`` where hosts differ."""
+        even = len(set(self.ranks_per_host)) == 1
+        parts = (str(ranks) for ranks in self.ranks_per_host)
+        return f"{self.hosts}x{self.ranks_per_host[0]}" if even else "+".join(parts)
+
     def on_host(self, host: int) -> range:
         """Return the ranks of one host."""
-        first = sum(self.ranks_per_host[:host])
-        return range(first, first + self.ranks_per_host[host])
+        return range(self._starts[host], self._starts[host + 1])
 
     def host_of(self, rank: int) -> int:
         """Return the host a rank lives on."""
-        return next(host for host in range(self.hosts) if rank in self.on_host(host))
+        return bisect_right(self._starts, rank) - 1
 
 
 @dataclass(frozen=True, slots=True)

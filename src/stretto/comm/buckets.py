@@ -70,13 +70,12 @@ class Bucket:
         self.flat = torch.zeros(
             numel + len(self.parameters), dtype=wire or first.dtype, device=first.device
         )
-        self._marks = self.flat[numel:]
+        self.body, self.marks = self.flat[:numel], self.flat[numel:]
         self._places = self._views(self.flat)
         # Gradients must have their parameter's type: another wire type needs a second home.
         same = self.flat.dtype == first.dtype
         self._home = self.flat if same else torch.zeros_like(self.flat, dtype=first.dtype)
         self._grads = self._places if same else self._views(self._home)
-        self._taken: list[Tensor | None] = []
         self._missing: list[int] = []
 
     @property
@@ -84,25 +83,20 @@ class Bucket:
         """Size of the message."""
         return self.flat.nbytes
 
-    def take(self) -> None:
-        """Take this rank's gradients from the parameters, which have none until `unpack`.
-
-        Called where backward runs; `pack` may follow on another thread.
-        """
-        self._taken = [p.grad for p in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-
     @torch.no_grad()
     def pack(self, weight: float = 1.0) -> None:
-        """Lay ``weight`` times what was taken side by side; absent gradients count as zero."""
-        grads = [_dense(grad) for grad in self._taken]
-        self._taken = []
+        """Take this rank's gradients from the parameters, which have none until `unpack`.
+
+        ``weight`` times each of them is laid side by side; absent ones count as zero.
+        """
+        grads = [_dense(p.grad) for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
         self._missing = [i for i, grad in enumerate(grads) if grad is None]
-        self._marks.fill_(1)
+        self.marks.fill_(1)
         for i in self._missing:
             self._places[i].zero_()
-            self._marks[i] = 0
+            self.marks[i] = 0
         here = [(place, g) for place, g in zip(self._places, grads, strict=True) if g is not None]
         moved = [(place, g) for place, g in here if g.data_ptr() != place.data_ptr()]
         if moved:
@@ -115,7 +109,7 @@ class Bucket:
     def unpack(self, divisor: float = 1.0) -> None:
         """Make the sums, over ``divisor``, the gradients; nobody's parameter keeps None."""
         # Read the marks only where one could be zero everywhere: on a GPU this waits for the sum.
-        nobody = {i for i in self._missing if not bool(self._marks[i] > 0)}
+        nobody = {i for i in self._missing if not bool(self.marks[i] > 0)}
         if self._home is not self.flat:
             self._home.copy_(self.flat)
         if divisor != 1.0:

@@ -1,13 +1,15 @@
 """The seam under every collective: what a rank can do with its peers.
 
-Three implementations ship: processes over torch.distributed (`torch_channel`), threads of one
+Three implementations ship: processes over torch.distributed (`gloo`), threads of one
 process (`local`), and a recorder around either (`recording`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from stretto.cluster.world import Mesh
 
 
 class Parcel(NamedTuple):
@@ -44,6 +46,15 @@ class Channel(Protocol):
         """Number of members."""
         ...
 
+    @property
+    def mesh(self) -> Mesh:
+        """Which members share a host."""
+        ...
+
+    def reserve(self, lanes: int) -> None:
+        """Make ready for messages on so many lanes; all members together."""
+        ...
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Send and receive everything at once; return when all has left and arrived.
 
@@ -54,6 +65,10 @@ class Channel(Protocol):
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum into ``tensor``; several may be in flight, in one order."""
+        ...
+
+    def watch(self, what: str, over: Callable[[], bool]) -> None:
+        """Have somebody look after what the host does not wait for; only a GPU leaves such."""
         ...
 
     def close(self) -> None:

@@ -5,10 +5,11 @@ The sleeps stand in for a wire, so that overlap can be shown on one machine, in 
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel, Parcel, Pending
 
 
@@ -32,6 +33,15 @@ class EmulatedLink:
         """Number of members."""
         return self._inner.size
 
+    @property
+    def mesh(self) -> Mesh:
+        """Which members share a host."""
+        return self._inner.mesh
+
+    def reserve(self, lanes: int) -> None:
+        """Let the inner channel make ready."""
+        self._inner.reserve(lanes)
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Exchange, then wait until the link would have carried the larger direction."""
         out = sum(tensor.nbytes for _, tensor, _ in sends)
@@ -45,6 +55,10 @@ class EmulatedLink:
         n = self.size
         done_s = self._occupy(2 * (n - 1), tensor.nbytes * 2 * (n - 1) / n)
         return _Delayed(self._inner.start_all_reduce(tensor), done_s)
+
+    def watch(self, what: str, over: Callable[[], bool]) -> None:
+        """Let the inner channel look after it."""
+        self._inner.watch(what, over)
 
     def close(self) -> None:
         """Close the inner channel."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Finished, Parcel, Pending
 from stretto.errors import ChannelError
 
@@ -18,8 +19,9 @@ T = TypeVar("T")
 class _Hub:
     """What the threads share: letter boxes, and the tables at which sums are made."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size = size
+    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+        self.mesh = mesh
+        self.size = mesh.size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.boxes: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
@@ -60,6 +62,14 @@ class LocalChannel:
         """Number of members."""
         return self._hub.size
 
+    @property
+    def mesh(self) -> Mesh:
+        """Which members play to share a host."""
+        return self._hub.mesh
+
+    def reserve(self, lanes: int) -> None:
+        """Do nothing: letter boxes are made when needed."""
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Send and receive everything at once."""
         hub = self._hub
@@ -93,6 +103,9 @@ class LocalChannel:
                 del hub.tables[index], hub.sums[index]
         return Finished(time.monotonic())
 
+    def watch(self, what: str, over: Callable[[], bool]) -> None:
+        """Do nothing: whoever waits here is told."""
+
     def close(self) -> None:
         """Leave the group; threads need nothing more."""
 
@@ -103,18 +116,21 @@ class LocalChannel:
             self._hub.changed.notify_all()
 
 
-def local_channels(size: int, timeout_s: float = 60.0) -> list[LocalChannel]:
-    """Return the connected ends of a new group of ``size`` threads."""
-    hub = _Hub(size, timeout_s)
-    return [LocalChannel(hub, rank) for rank in range(size)]
+def local_channels(ranks: int | Mesh, timeout_s: float = 60.0) -> list[LocalChannel]:
+    """Return the connected ends of a new group of threads, on one host or on a mesh of some."""
+    mesh = Mesh((ranks,)) if isinstance(ranks, int) else ranks
+    hub = _Hub(mesh, timeout_s)
+    return [LocalChannel(hub, rank) for rank in range(mesh.size)]
 
 
-def run_local(size: int, work: Callable[[LocalChannel], T], timeout_s: float = 60.0) -> list[T]:
-    """Run ``work(channel)`` as ``size`` ranks, a thread each; return their results in rank order.
+def run_local(
+    ranks: int | Mesh, work: Callable[[LocalChannel], T], timeout_s: float = 60.0
+) -> list[T]:
+    """Run ``work(channel)`` as every rank, a thread each; return their results in rank order.
 
     The first failure wakes the others and is raised here.
     """
-    channels = local_channels(size, timeout_s)
+    channels = local_channels(ranks, timeout_s)
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
@@ -132,7 +148,7 @@ def run_local(size: int, work: Callable[[LocalChannel], T], timeout_s: float = 6
         thread.join()
     if failures:
         raise failures[0]
-    return [results[rank] for rank in range(size)]
+    return [results[rank] for rank in range(len(channels))]
 
 
 def _sum_in_rank_order(table: dict[int, Tensor]) -> Tensor:

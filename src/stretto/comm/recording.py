@@ -1,10 +1,11 @@
 """A channel that writes down every message before it passes it on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel, Parcel, Pending
 
 
@@ -34,6 +35,15 @@ class RecordingChannel:
         """Number of members."""
         return self._inner.size
 
+    @property
+    def mesh(self) -> Mesh:
+        """Which members share a host."""
+        return self._inner.mesh
+
+    def reserve(self, lanes: int) -> None:
+        """Let the inner channel make ready."""
+        self._inner.reserve(lanes)
+
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Note the sends, then exchange."""
         self.sent.extend(Message(peer, tensor.nbytes, lane) for peer, tensor, lane in sends)
@@ -43,6 +53,10 @@ class RecordingChannel:
         """Note the tensor, then begin the sum."""
         self.sent.append(Message(-1, tensor.nbytes))
         return self._inner.start_all_reduce(tensor)
+
+    def watch(self, what: str, over: Callable[[], bool]) -> None:
+        """Let the inner channel look after it."""
+        self._inner.watch(what, over)
 
     def close(self) -> None:
         """Close the inner channel."""

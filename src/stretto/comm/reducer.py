@@ -2,14 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 from stretto.comm.buckets import Bucket
+from stretto.comm.carriers import Carrier
 from stretto.comm.channel import Channel, Pending
-from stretto.comm.courier import Courier, Doorstep, Ticket
-from stretto.comm.execute import Scratch, start
-from stretto.comm.schedule import Schedule
 from stretto.errors import StrettoError
 from stretto.telemetry.timeline import Recorder, Span
 
@@ -21,7 +18,7 @@ class Weights(Protocol):
         """Note that a micro-batch begins."""
         ...
 
-    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
+    def start(self, channel: Channel) -> None:
         """Begin to agree on the divisor, before a step's first bucket leaves."""
         ...
 
@@ -44,7 +41,7 @@ class Summed:
     def begin(self) -> None:
         """Note nothing."""
 
-    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
+    def start(self, channel: Channel) -> None:
         """Send nothing."""
 
     def mine(self) -> float:
@@ -65,19 +62,16 @@ class Reducer:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        schedules: Sequence[Schedule],
+        carriers: Sequence[Carrier],
         channel: Channel,
         weights: Weights,
         recorder: Recorder,
     ) -> None:
         self._buckets = buckets
-        self._schedules = schedules
         self._channel = channel
         self._weights = weights
         self._recorder = recorder
-        native = all(schedule.native for schedule in schedules)
-        self._courier: Courier | Doorstep = Doorstep() if native else Courier()
-        self._scratch = Scratch()
+        self._carriers = carriers
         self._reset()
 
     def gradient_ready(self, index: int) -> None:
@@ -85,7 +79,7 @@ class Reducer:
         self._missing[index] -= 1
         if self._missing[index] < 0:
             raise StrettoError(f"a gradient of bucket {index} came after the bucket had left")
-        self._start(lambda: self._missing[len(self._tickets)] <= 0)
+        self._start(lambda: self._missing[len(self._under_way)] <= 0)
 
     def finish(self, step: int, use: Callable[[Bucket], None] = lambda _bucket: None) -> None:
         """Start what backward left unsent (absent gradients count as zero), wait for all sums.
@@ -96,39 +90,33 @@ class Reducer:
         self._start(lambda: True)
         with self._recorder.span("wait for gradients", "wait", step=step):
             total = self._weights.total()
-            for index, (bucket, ticket) in enumerate(
-                zip(self._buckets, self._tickets, strict=True)
+            for index, (bucket, pending) in enumerate(
+                zip(self._buckets, self._under_way, strict=True)
             ):
-                pending = ticket.wait()
+                pending.wait()
                 bucket.unpack(total)
                 self._note(step, index, pending)
                 use(bucket)
         self._weights.reset()
         self._reset()
 
-    def close(self) -> None:
-        """End the communication thread."""
-        self._courier.close()
-
     def _reset(self) -> None:
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._tickets: list[Ticket] = []
+        self._under_way: list[Pending] = []
         self._started_s = [0.0] * len(self._buckets)
 
     def _start(self, ready: Callable[[], bool]) -> None:
-        while len(self._tickets) < len(self._buckets) and ready():
-            if not self._tickets:
-                self._weights.start(self._courier, self._channel)
-            index = len(self._tickets)
-            self._buckets[index].take()
-            self._tickets.append(self._courier.submit(partial(self._send, index)))
+        """Lay out and start every bucket whose turn has come; right here, in backward's hook.
 
-    def _send(self, index: int) -> Pending:
-        """On the courier's thread: lay the gradients out and start the bucket's message."""
-        bucket = self._buckets[index]
-        bucket.pack(self._weights.mine())
-        self._started_s[index] = time.monotonic()
-        return start(self._schedules[index], bucket.flat, self._channel, self._scratch)
+        A thread that must be woken to do it is late on a busy machine.
+        """
+        while len(self._under_way) < len(self._buckets) and ready():
+            if not self._under_way:
+                self._weights.start(self._channel)
+            index = len(self._under_way)
+            self._buckets[index].pack(self._weights.mine())
+            self._started_s[index] = time.monotonic()
+            self._under_way.append(self._carriers[index].start())
 
     def _note(self, step: int, index: int, pending: Pending) -> None:
         started_s = self._started_s[index]

@@ -1,11 +1,11 @@
 """A collective as a value: per rank, an ordered program of sends and receives nobody has run yet.
 
-One `Schedule` is proved by `stretto.comm.verify`, run by `stretto.comm.execute`, and is what
-prices and drawings are made from: each algorithm is written once, as data.
+One `Schedule` is proved by `stretto.comm.verify`, run by `stretto.comm.execute`, priced by
+`stretto.sim` and drawn by `stretto show`: each algorithm is written once, as data.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
@@ -37,6 +37,7 @@ class Op:
     after: tuple[int, ...] = ()
     """Earlier operations of this program, by index, that must be done before it starts."""
     lane: int = 0
+    """Operations of one lane start in program order; lanes run beside each other."""
 
 
 Program = tuple[Op, ...]
@@ -52,23 +53,179 @@ class Schedule:
     program: Callable[[int], Program]
     native: bool = False
     """Carried out by the back end's own call; the program says what that call is taken to do."""
+    period: int | None = None
+    """Rank r + period does what rank r does, all peers moved on by as much (modulo ``size``): a
+    price then needs ``period`` representatives, however many ranks there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Operations of one lane that are in flight together; additions are applied at its end."""
+
+    lane: int
+    ops: Program
+    waits: tuple[int, ...] = ()
+    """Rounds of other lanes, by index in the rank's list, that must be done before it starts."""
+
+
+def in_steps(steps: Iterable[Sequence[Op]]) -> Program:
+    """Return the program that takes one step after another, whatever lanes they are on."""
+    ops: list[Op] = []
+    before: tuple[int, ...] = ()
+    for step in steps:
+        first = len(ops)
+        ops += [Op(op.action, op.peer, op.start, op.stop, before, op.lane) for op in step]
+        before = tuple(range(first, len(ops))) or before
+    return tuple(ops)
+
+
+def one_after_another(*programs: Program) -> Program:
+    """Return the program in which each of ``programs`` begins when the one before it has ended."""
+    ops: list[Op] = []
+    ends: tuple[int, ...] = ()
+    for program in programs:
+        first = len(ops)
+        for op in program:
+            after = tuple(first + index for index in op.after) or ends
+            ops.append(Op(op.action, op.peer, op.start, op.stop, after, op.lane))
+        if program:
+            needed = {index for op in ops[first:] for index in op.after}
+            ends = tuple(index for index in range(first, len(ops)) if index not in needed)
+    return tuple(ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where a smaller schedule stands inside a larger one."""
+
+    members: Sequence[int]
+    """The ranks that take part, in the order of the smaller schedule's own."""
+    offset: int = 0
+    """The larger schedule's chunk at which the smaller one's begin."""
+    scale: int = 1
+    """How many of the larger one's chunks make one of the smaller one's."""
+    lane: int = 0
+    """Added to its lanes."""
+
+    def program(self, schedule: Schedule, rank: int) -> Program:
+        """Return what ``rank`` does in it, in the larger schedule's terms; nothing if not in it."""
+        if rank not in self.members:
+            return ()
+        return tuple(
+            Op(
+                op.action,
+                self.members[op.peer],
+                self.offset + op.start * self.scale,
+                self.offset + op.stop * self.scale,
+                op.after,
+                self.lane + op.lane,
+            )
+            for op in schedule.program(self.members.index(rank))
+        )
 
 
 @lru_cache(maxsize=256)
-def rounds(schedule: Schedule, rank: int) -> tuple[Program, ...]:
-    """Cut a rank's program into rounds: runs of operations that need not wait for one another.
+def rounds(schedule: Schedule, rank: int) -> tuple[Round, ...]:
+    """Cut a rank's program into rounds, ordered by their first operation.
 
-    Within a round everything is in flight together, and additions are applied at its end.
+    A lane takes its rounds one after another. An operation joins its lane's latest round unless
+    it depends on that round, or on a round of another lane that the lane has not waited for yet.
     """
-    result: list[list[Op]] = [[]]
-    first = 0
+    cut = _Cut()
     for index, op in enumerate(schedule.program(rank)):
         _check(schedule, rank, index, op)
-        if any(needed >= first for needed in op.after):
-            result.append([])
-            first = index
-        result[-1].append(op)
-    return tuple(tuple(batch) for batch in result if batch)
+        cut.add(op)
+    return tuple(
+        Round(lane, tuple(ops), tuple(waits))
+        for lane, ops, waits in zip(cut.lanes, cut.ops, cut.waits, strict=True)
+    )
+
+
+class _Cut:
+    """Rounds as far as they are known; ``home`` is the round of each operation so far."""
+
+    def __init__(self) -> None:
+        self.home: list[int] = []
+        self.lanes: list[int] = []
+        self.ops: list[list[Op]] = []
+        self.waits: list[list[int]] = []
+        self._latest: dict[int, int] = {}
+        self._known: dict[tuple[int, int], int] = {}
+
+    def add(self, op: Op) -> None:
+        latest = self._latest.get(op.lane)
+        needed = {self.home[index] for index in op.after}
+        new = sorted(n for n in needed if self.lanes[n] != op.lane and not self._waited(op.lane, n))
+        if latest is None or latest in needed or new:
+            latest = self._latest[op.lane] = len(self.ops)
+            self.lanes.append(op.lane)
+            self.ops.append([])
+            self.waits.append(new)
+            for n in new:
+                self._known[op.lane, self.lanes[n]] = n
+        self.ops[latest].append(op)
+        self.home.append(latest)
+
+    def _waited(self, lane: int, needed: int) -> bool:
+        return self._known.get((lane, self.lanes[needed]), -1) >= needed
+
+
+def pipelined(schedule: Schedule, parts: int, width: int = 1) -> Schedule:
+    """Cut the tensor into ``parts`` that go through ``schedule`` one behind the other.
+
+    A part's operations keep their lanes, so that a later part is in one phase while an earlier
+    one is in the next; where a schedule has a single phase, ``width`` copies of each lane let
+    that many parts travel beside each other.
+    """
+    chunks = schedule.num_chunks
+    return _repeated(
+        schedule, parts, width, lambda op, part: (op.start + part * chunks, op.stop + part * chunks)
+    )
+
+
+def sliced(schedule: Schedule, parts: int, width: int = 1) -> Schedule:
+    """Cut every chunk into ``parts`` slices that go through ``schedule`` one behind the other.
+
+    As `pipelined`, but a chunk stays in one piece, so whoever owned it still owns one range. For
+    schedules whose messages are single chunks.
+    """
+    return _repeated(
+        schedule,
+        parts,
+        width,
+        lambda op, part: (op.start * parts + part, op.start * parts + part + 1),
+    )
+
+
+def _repeated(
+    schedule: Schedule, parts: int, width: int, place: Callable[[Op, int], tuple[int, int]]
+) -> Schedule:
+    """Run ``schedule`` once for each part, which finds its chunks at ``place(op, part)``."""
+    if parts == 1:
+        return schedule
+
+    def program(rank: int) -> Program:
+        base = schedule.program(rank)
+        ops: list[Op] = []
+        last_on: dict[int, int] = {}
+        for part in range(parts):
+            first, entered = len(ops), set[int]()
+            for op in base:
+                lane = op.lane * width + part % width
+                after = tuple(first + index for index in op.after)
+                if lane not in entered and lane in last_on:  # a part never joins another's round
+                    after += (last_on[lane],)
+                entered.add(lane)
+                last_on[lane] = len(ops)
+                ops.append(Op(op.action, op.peer, *place(op, part), after, lane))
+        return tuple(ops)
+
+    return replace(
+        schedule,
+        name=f"{schedule.name}/{parts}",
+        num_chunks=schedule.num_chunks * parts,
+        program=program,
+    )
 
 
 def chunk_bounds(numel: int, num_chunks: int) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from stretto.comm.algorithms import ALLREDUCE, broadcast
+from stretto.comm.algorithms import broadcast
 from stretto.comm.channel import Channel, Parcel
 from stretto.comm.execute import execute
+from stretto.comm.small import add_up_
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def average_(tensors: list[Tensor], channel: Channel) -> None:
     if not tensors:
         return
     flat = _flatten_dense_tensors([tensor.detach().double() for tensor in tensors])
-    execute(ALLREDUCE["native"](channel.size), flat, channel)
+    add_up_(flat, channel)
     flat.div_(channel.size)
     for tensor, value in zip(tensors, _unflatten_dense_tensors(flat, tensors), strict=True):
         tensor.copy_(value)
@@ -76,25 +77,3 @@ def spread_text(text: str, channel: Channel) -> str:
         data = torch.zeros(max(1, int(length)), dtype=torch.uint8)
     spread_from_rank_0_([data], channel)
     return bytes(data[: int(length)].tolist()).decode()
-
-
-def gather_text(text: str, channel: Channel) -> list[str]:
-    """Return every rank's ``text``, in the order of ranks, on every rank; all ranks together."""
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    lengths = torch.zeros(channel.size, dtype=torch.float64)
-    lengths[channel.rank] = len(text.encode())
-    execute(ALLREDUCE["native"](channel.size), lengths, channel)
-    ends = torch.cumsum(lengths.long(), 0).tolist()
-    starts = [0, *ends[:-1]]
-    # Each rank fills its own part of one long text; the sum puts the parts together.
-    whole = torch.zeros(max(1, ends[-1]), dtype=torch.float32)
-    mine = slice(starts[channel.rank], ends[channel.rank])
-    whole[mine] = data[: mine.stop - mine.start].float()
-    execute(ALLREDUCE["native"](channel.size), whole, channel)
-    letters = bytes(whole.to(torch.uint8).tolist())
-    return [letters[start:end].decode() for start, end in zip(starts, ends, strict=True)]
-
-
-def meet_all(channel: Channel) -> None:
-    """Return once every rank has called this."""
-    execute(ALLREDUCE["native"](channel.size), torch.zeros(1), channel)

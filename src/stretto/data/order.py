@@ -24,8 +24,6 @@ class Share:
     """What one rank computes of one step; ``samples`` may be empty, the step goes on."""
 
     samples: NDArray[np.int64]
-    global_count: int
-    """Samples of this step over all ranks: what a sum of gradients is divided by."""
     epoch: int = 0
     """Which pass over the data this is: a source may show a sample differently in each."""
 
@@ -79,7 +77,7 @@ def step_share(  # noqa: PLR0913 - these seven are what an order depends on, and
     stop = min(start + batch, num_samples)
     positions = np.arange(start + rank, stop, size, dtype=np.int64)
     samples = sample_at(positions, num_samples=num_samples, seed=seed, epoch=epoch)
-    return Share(samples, global_count=max(stop - start, 0), epoch=epoch)
+    return Share(samples, epoch)
 
 
 class OrderedBatches:

@@ -19,8 +19,14 @@ FLOOD_S = 5.0
 FLOOD_LINES = 100
 """In each FLOOD_S a rank shows this many lines: 20 a second, and a traceback in one piece."""
 
-_ECHO = re.compile(r"stretto: rank \d+ failed first: ")
-"""How a rank begins that quotes another (`stretto.launch.seat`): that one says it itself."""
+_FAILED_FIRST = "rank {} failed first: "
+_ECHO = re.compile("stretto: " + _FAILED_FIRST.format(r"\d+"))
+"""How the line of a rank begins that quotes another: that one says it itself."""
+
+
+def echo_of(rank: int, reason: str) -> str:
+    """Return what a rank says that failed only because ``rank`` did; no screen shows it."""
+    return f"{_FAILED_FIRST.format(rank)}{reason}"
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from torch._C._distributed_c10d import Store
@@ -14,8 +14,9 @@ from stretto.cluster.store import connect_store
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
-from stretto.comm.spread import meet_all
+from stretto.comm.small import meet_all
 from stretto.errors import ChannelError, StrettoError
+from stretto.launch.screen import echo_of
 from stretto.launch.stop import StopRequest
 from stretto.run import RunSection
 from stretto.train.agreement import Agreement
@@ -37,6 +38,11 @@ class Seat:
     pulse: Pulse | None = None
     """None when alone."""
 
+    def say(self, line: str) -> None:
+        """Say a line, at once: what is held back is lost when this process is ended."""
+        self.stream.write(f"{line}\n")
+        self.stream.flush()
+
 
 def take_seat(stack: ExitStack, run: RunSection, world: World, stream: TextIO) -> Seat:
     """Meet the others and begin to beat."""
@@ -49,16 +55,12 @@ def take_seat(stack: ExitStack, run: RunSection, world: World, stream: TextIO) -
     met = meet(world)
     assert met.world.meeting is not None
     beside = connect_store(met.world.meeting, world.rank, run.timeout_s)
-
-    def say(line: str) -> None:
-        stream.write(f"{line}\n")
-        stream.flush()
-
-    pulse = Pulse(beside, met.world, run.silence_s, say)
+    seat = Seat(met.world, channel, control, stream)
+    pulse = Pulse(beside, met.world, run.silence_s, seat.say)
     meet_all(control)
     pulse.start()
     stack.callback(pulse.stop)
-    return Seat(met.world, channel, control, stream, pulse)
+    return replace(seat, pulse=pulse)
 
 
 def agreement_of(seat: Seat, request: StopRequest) -> Agreement:
@@ -104,7 +106,7 @@ def _blame(failure: Exception, seat: Seat) -> Exception:
         return failure
     if verdict is None or verdict.rank == rank:
         return failure
-    return ChannelError(f"rank {verdict.rank} failed first: {verdict.reason}")
+    return ChannelError(echo_of(verdict.rank, verdict.reason))
 
 
 def _await_verdict(store: Store, generation: int) -> Verdict | None:

@@ -12,7 +12,8 @@ import torch
 
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
-from stretto.comm.spread import gather_text, meet_all, spread_text
+from stretto.comm.small import gather_text, meet_all
+from stretto.comm.spread import spread_text
 from stretto.config import Loaded
 from stretto.data.source import Place
 from stretto.errors import STOPPED_EXIT_CODE, ConfigError
@@ -57,11 +58,12 @@ def run_worker(
     torch.set_num_threads(loaded.config.run.threads or world.threads)
     with heeding() as request, ExitStack() as seats:
         prepared = prepare(loaded.config)
-        loaded = resolve_run(loaded, world, prepared.model)
         seat = take_seat(seats, loaded.config.run, world, stream)
         request.defer()
         with ExitStack() as stack, blaming(seat):
-            ended = _run(stack, loaded, prepared, seat, request, resume)
+            # Only after the roll call is it known which ranks share a host.
+            whole = resolve_run(loaded, seat.world, prepared.model)
+            ended = _run(stack, whole, prepared, seat, request, resume)
         if ended is not None and ended.again:
             request.close()
             _say_how_to_go_on(seat)
@@ -78,19 +80,20 @@ def _run(
     request: StopRequest,
     resume: bool,
 ) -> RunEnded | None:
-    config, channel, stream = loaded.config, seat.channel, seat.stream
+    config, channel = loaded.config, seat.channel
     _check_same_run(config, prepared, channel)
     generation = enter_run(stack, loaded, channel, resume)
     _start_data(stack, prepared, seat, f"{config.run.name}-{generation}")
-    report = _open_sinks(stack, config, channel.rank, resume, stream)
+    report = _open_sinks(stack, config, seat, resume)
     parts = assemble(loaded, prepared, seat.world, channel, report, generation)
     stack.callback(parts.strategy.close)
-    first_step, note = _first_step(parts, config, resume, stream)
+    first_step, note = _first_step(parts, config, resume, seat.say)
     if over := _nothing_left(parts, first_step):
-        stream.write(f"{config.run.name} {over}\n" if channel.rank == 0 else "")
+        if channel.rank == 0:
+            seat.say(f"{config.run.name} {over}")
         return None
     if config.run.trace:
-        stack.callback(_write_trace, config.run_dir, parts, stream)
+        stack.callback(_write_trace, config.run_dir, parts, seat.say)
     report(_started(config, parts, note))
     return train(parts, first_step, agreement_of(seat, request))
 
@@ -101,9 +104,9 @@ def _say_how_to_go_on(seat: Seat) -> None:
         return
     if seat.world.ask_restart:
         command = " ".join(seat.world.ask_restart)
-        _say(seat.stream, f"saved; `{command}` starts this job again, and it goes on by itself")
+        seat.say(f"saved; `{command}` starts this job again, and it goes on by itself")
     else:
-        _say(seat.stream, f"saved; go on with --resume (exit code {STOPPED_EXIT_CODE})")
+        seat.say(f"saved; go on with --resume (exit code {STOPPED_EXIT_CODE})")
 
 
 def _start_data(stack: ExitStack, prepared: Prepared, seat: Seat, key: str) -> None:
@@ -119,18 +122,16 @@ def _start_data(stack: ExitStack, prepared: Prepared, seat: Seat, key: str) -> N
         source.start(place)
 
 
-def _first_step(parts: Parts, config: RunConfig, resume: bool, stream: TextIO) -> tuple[int, str]:
+def _first_step(
+    parts: Parts, config: RunConfig, resume: bool, say: Callable[[str], None]
+) -> tuple[int, str]:
     """Take up a checkpoint, ours or one to start from; return the step and a word about it."""
-
-    def log(line: str) -> None:
-        _say(stream, line)
-
-    first_step = resume_state(parts, log=log) if resume else 0
+    first_step = resume_state(parts, log=say) if resume else 0
     if first_step:
         return first_step, f"resumed at step {first_step}"
     if resume and parts.channel.rank == 0:
-        log(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning")
-    return 0, take_over_(parts, config.init, log).note
+        say(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning")
+    return 0, take_over_(parts, config.init, say).note
 
 
 def _nothing_left(parts: Parts, first_step: int) -> str:
@@ -165,10 +166,10 @@ def _check_same_run(config: RunConfig, prepared: Prepared, channel: Channel) -> 
 
 
 def _open_sinks(
-    stack: ExitStack, config: RunConfig, rank: int, resume: bool, stream: TextIO
+    stack: ExitStack, config: RunConfig, seat: Seat, resume: bool
 ) -> Callable[[Event], None]:
     """Return where events go: on rank 0 to the run's JSON lines, the screen and trackers."""
-    if rank:
+    if seat.world.rank:
         return lambda _event: None
     keep_local(config.run.trackers, os.environ)
     truth = JsonLines(config.run_dir / "events.jsonl", append=resume)
@@ -178,16 +179,11 @@ def _open_sinks(
         config.run.name,
         flat_settings(config),
         resumed=resume,
-        say=lambda line: _say(stream, line),
+        say=seat.say,
     )
-    sink = fan_out([truth, console_sink(stream), *trackers])
+    sink = fan_out([truth, console_sink(seat.stream), *trackers])
     stack.callback(sink.close)
     return sink
-
-
-def _say(stream: TextIO, line: str) -> None:
-    stream.write(f"{line}\n")
-    stream.flush()
 
 
 def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
@@ -204,11 +200,11 @@ def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
     )
 
 
-def _write_trace(run_dir: Path, parts: Parts, stream: TextIO) -> None:
+def _write_trace(run_dir: Path, parts: Parts, say: Callable[[str], None]) -> None:
     """Write the time-line; a run that trained does not fail because its trace found no room."""
     path = run_dir / "trace" / f"rank-{parts.world.rank}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_chrome_trace(path, [parts.recorder.timeline()])
     except OSError as failure:
-        stream.write(f"the time-line {path} could not be written: {failure.strerror}\n")
+        say(f"the time-line {path} could not be written: {failure.strerror}")

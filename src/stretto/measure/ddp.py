@@ -17,9 +17,10 @@ BUCKET_CAPS_MB = (1, 2, 4, 8, 25)
 class Peers:
     """The default process group, which borrowed engines need and nothing else here uses."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, device: str = "cpu") -> None:
         store = PrefixStore("peers", meet(world).store)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        back_end = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(back_end, store=store, rank=world.rank, world_size=world.size)
 
     def __enter__(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """How the ranks stay one model, chosen by one word."""
 
 from stretto.comm.channel import Channel
-from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts
+from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts, tuned
 from stretto.strategy.base import Agreed, MakeOptimizer, Strategy
 from stretto.telemetry.timeline import Recorder
 
@@ -36,4 +36,5 @@ __all__ = [
     "StrategyConfig",
     "bucket_cuts",
     "build_strategy",
+    "tuned",
 ]

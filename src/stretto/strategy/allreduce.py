@@ -5,7 +5,8 @@ over ranks *is* the mean over the global batch, divided once. In a user's own lo
 mean over its local batch, `SampleWeights` multiplies by the local count and divides by the total.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import field_validator
@@ -13,40 +14,88 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from stretto.cluster.world import Mesh
 from stretto.comm.algorithms.table import parse_table
-from stretto.comm.buckets import WIRE, Bucket, Piece, cut_buckets, order_of_backward
+from stretto.comm.buckets import Bucket, Piece, cut_buckets, order_of_backward
+from stretto.comm.carriers import Carrier, carriers_for
 from stretto.comm.channel import Channel
+from stretto.comm.codecs import parse_wire
+from stretto.comm.courier import Courier
 from stretto.comm.reducer import Reducer, Summed, Weights
 from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.config import Config
 from stretto.errors import ConfigError, StrettoError
+from stretto.sim.choosing import NATIVE, choose_table
+from stretto.sim.cluster import load_cluster
+from stretto.sim.fusion import fusion_threshold
 from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.sample_weights import SampleWeights
 from stretto.telemetry.timeline import Recorder
 from stretto.units import Bytes
+
+AUTO = "auto"
+DEFAULT_FUSION = 4_000_000
 
 
 class AllReduceConfig(Config):
     """The ``[strategy]`` table of a run whose ``kind`` is ``"allreduce"``."""
 
     kind: Literal["allreduce"] = "allreduce"
-    algorithm: str = "native"
-    """The all-reduce that carries a bucket, by size: "ring", or "native, ring from 8MB"."""
-    fusion: Bytes = 4_000_000
-    """Gradients are fused into buckets of at most this size; a larger one travels alone."""
+    algorithm: str = "auto"
+    """The all-reduce that carries a bucket, by size: "ring", or "doubling, hierarchical/8 from
+    1MB"; "auto" is what the cluster's description says is fastest."""
+    cluster: str | None = None
+    """Description written by stretto calibrate; for "auto", and for fusion when not set."""
+    fusion: Bytes | None = None
+    """Gradients are fused into buckets of at most this size; a larger one travels alone. When not
+    set, the smallest that reaches nine tenths of the cluster's rate; 4 MB without a cluster."""
     cuts: tuple[int, ...] | None = None
     """Tensors per bucket in the order of backward; derived from ``fusion`` when not set."""
-    wire: Literal["own", "fp32", "bf16", "fp16"] = "own"
-    """Type gradients travel in and are summed in; "own" is the gradient's own."""
+    wire: str = "own"
+    """What gradients travel as: "own", "fp32", "bf16", "fp16", "fp8", or "topk 1%" for their
+    largest entries, the rest being kept for the next step."""
 
     @field_validator("algorithm")
     @classmethod
     def _known_algorithms(cls, text: str) -> str:
-        try:
-            parse_table(text)
-        except ConfigError as wrong:
-            raise ValueError(str(wrong)) from None
-        return text
+        return text if text == AUTO else _checked(parse_table, text)
+
+    @field_validator("wire")
+    @classmethod
+    def _known_wire(cls, text: str) -> str:
+        return _checked(parse_wire, text)
+
+
+def _checked(parse: Callable[[str], object], text: str) -> str:
+    try:
+        parse(text)
+    except ConfigError as wrong:
+        raise ValueError(str(wrong)) from None
+    return text
+
+
+def tuned(config: AllReduceConfig, mesh: Mesh) -> AllReduceConfig:
+    """Return ``config`` with what it leaves open chosen for ``mesh``, from a description alone.
+
+    Raises:
+        ConfigError: The description is missing or wrong, or the wire and an algorithm do not fit.
+    """
+    cluster = load_cluster(Path(config.cluster)) if config.cluster else None
+    coded = parse_wire(config.wire).codec is not None
+    if config.algorithm == AUTO:
+        table = choose_table(cluster, mesh, native=not coded)
+    else:
+        table = parse_table(config.algorithm)
+    if coded and any(choice.name == NATIVE for choice in table.choices):
+        raise ConfigError(
+            f"strategy.wire = {config.wire!r} is summed hop by hop, which the back end's own "
+            f"all-reduce cannot do: take native out of strategy.algorithm = {config.algorithm!r}"
+        )
+    fusion = config.fusion
+    if fusion is None and cluster is not None and mesh.size > 1:
+        fusion = fusion_threshold(cluster.with_mesh(mesh), table)
+    chosen = {"algorithm": str(table), "fusion": fusion or DEFAULT_FUSION}
+    return config.model_copy(update=chosen)
 
 
 def bucket_cuts(config: AllReduceConfig, model: nn.Module) -> tuple[int, ...]:
@@ -54,7 +103,7 @@ def bucket_cuts(config: AllReduceConfig, model: nn.Module) -> tuple[int, ...]:
     parameters = [p for _, p in order_of_backward(model)]
     if config.cuts is None:
         pieces = [Piece(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
-        return cut_buckets(pieces, config.fusion)
+        return cut_buckets(pieces, config.fusion or DEFAULT_FUSION)  # checked before it is tuned
     if sum(config.cuts) != len(parameters) or any(count < 1 for count in config.cuts):
         raise ConfigError(
             f"strategy.cuts adds up to {sum(config.cuts)} tensors, the model has {len(parameters)} "
@@ -75,8 +124,10 @@ class AllReduce:
         weigh_samples: bool = False,
     ) -> None:
         self.reads_gradients = False
-        self._config = config
+        self._config = tuned(config, channel.mesh)
         self._channel = channel
+        self._courier = Courier(channel)
+        self._carriers: list[Carrier] = []
         self._recorder = recorder or Recorder(channel.rank)
         self._weigh_samples = weigh_samples
         self._buckets: list[Bucket] = []
@@ -102,16 +153,14 @@ class AllReduce:
         if self._weigh_samples:
             self._weights = SampleWeights(model)
         ordered = [p for _, p in order_of_backward(model)]
+        wire = parse_wire(self._config.wire)
         for count in bucket_cuts(self._config, model):
-            self._buckets.append(Bucket(ordered[:count], WIRE[self._config.wire]))
+            self._buckets.append(Bucket(ordered[:count], wire.dtype))
             del ordered[:count]
         table = parse_table(self._config.algorithm)
+        self._carriers = carriers_for(self._buckets, table, wire, self._courier, self._channel)
         self._reducer = Reducer(
-            self._buckets,
-            [table.pick(bucket.num_bytes, self._channel.size) for bucket in self._buckets],
-            self._channel,
-            self._weights,
-            self._recorder,
+            self._buckets, self._carriers, self._channel, self._weights, self._recorder
         )
         for index, bucket in enumerate(self._buckets):
             self._hook(bucket, index, self._reducer)
@@ -156,11 +205,26 @@ class AllReduce:
         spread_from_rank_0_(self._counters, self._channel)
 
     def close(self) -> None:
-        """Take the hooks off the model and end the communication thread."""
+        """Take the hooks off the model and end the courier's threads."""
         for hook in self._hooks:
             hook.remove()
-        if self._reducer is not None:
-            self._reducer.close()
+        self._courier.close()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Return what each bucket's carrier keeps: entries that a sparse wire has not sent yet."""
+        return {
+            f"bucket-{index}/{name}": tensor
+            for index, carrier in enumerate(self._carriers)
+            for name, tensor in carrier.state_dict().items()
+        }
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Hand it back to the carriers."""
+        for index, carrier in enumerate(self._carriers):
+            before = f"bucket-{index}/"
+            carrier.load_state_dict(
+                {n.removeprefix(before): t for n, t in state.items() if n.startswith(before)}
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: model and optimizer are all there is."""

@@ -70,6 +70,14 @@ class Strategy(Protocol):
         """End threads; the channel is the caller's."""
         ...
 
+    def own_state(self) -> dict[str, Tensor]:
+        """Return what this rank alone keeps from step to step; the same names on every rank."""
+        ...
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take it back; not called where the number of ranks has changed."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beyond model and optimizer."""
         ...

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.channel import Channel, Pending
-from stretto.comm.courier import Courier, Doorstep, Ticket
-from stretto.comm.execute import start
 from stretto.errors import StrettoError
 
 
@@ -25,7 +22,7 @@ class SampleWeights:
         self._seen = 0
         self._scale: float | None = None
         self._count = torch.zeros(1, dtype=torch.float64)
-        self._ticket: Ticket | None = None
+        self._sum: Pending | None = None
         mine = weakref.ref(model)
 
         # A function, not a method: a copy of the model must not drag all of this along.
@@ -44,16 +41,12 @@ class SampleWeights:
             )
         self._seen += self._latest
 
-    def start(self, courier: Courier | Doorstep, channel: Channel) -> None:
-        """Sum the counts of this step; the buckets follow in the same queue."""
-
-        def send() -> Pending:
-            self._count.fill_(self._seen)
-            return start(ALLREDUCE["native"](channel.size), self._count, channel)
-
-        self._ticket = courier.submit(send)
+    def start(self, channel: Channel) -> None:
+        """Sum the counts of this step; the buckets follow."""
+        self._count.fill_(self._seen)
+        self._sum = channel.start_all_reduce(self._count)
         if self._scale is None:  # once: nobody knows a total yet
-            self._ticket.wait()
+            self._sum.wait()
             self._scale = max(1.0, float(self._count))
 
     def mine(self) -> float:
@@ -62,15 +55,15 @@ class SampleWeights:
 
     def total(self) -> float:
         """Return the samples of all ranks over those of the last step."""
-        if self._ticket is None:  # the model has nothing to train
+        if self._sum is None:  # the model has nothing to train
             return 1.0
-        self._ticket.wait()
+        self._sum.wait()
         return max(1.0, float(self._count)) / (self._scale or 1.0)
 
     def reset(self) -> None:
         """Forget this step's samples, once every bucket has been packed with them."""
         self._seen = 0
-        self._scale = max(1.0, float(self._count)) if self._ticket else None
+        self._scale = max(1.0, float(self._count)) if self._sum else None
 
 
 def _batch_size(values: Iterable[object]) -> int:

@@ -4,9 +4,7 @@ import json
 
 import torch
 
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.execute import execute
-from stretto.comm.spread import gather_text
+from stretto.comm.small import add_up_, gather_text
 from stretto.errors import StrettoError
 from stretto.telemetry.events import DataRead
 from stretto.train.parts import Parts
@@ -33,7 +31,7 @@ class Reading:
             [sum(a.decoded for a in mine), sum(a.cached for a in mine), len(bad)],
             dtype=torch.float64,
         )
-        execute(ALLREDUCE["native"](parts.channel.size), sums, parts.channel)
+        add_up_(sums, parts.channel)
         decoded, cached, skipped = (int(value) for value in sums.tolist())
         if not decoded + cached + skipped:
             return None

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.execute import execute
+from stretto.comm.small import add_up_
 from stretto.comm.spread import as_bytes, gather_to_rank_0
 from stretto.train.parts import Parts
 
@@ -46,7 +45,7 @@ def own_of_all_ranks(parts: Parts, own: Mapping[str, Tensor]) -> dict[str, Tenso
     if not names:
         return {}
     changed = torch.tensor([float(_differ(own[name], whole[name])) for name in names])
-    execute(ALLREDUCE["native"](parts.channel.size), changed, parts.channel)
+    add_up_(changed, parts.channel)
     names = [name for name, num_ranks in zip(names, changed.tolist(), strict=True) if num_ranks]
     if not names:
         return {}
@@ -56,6 +55,22 @@ def own_of_all_ranks(parts: Parts, own: Mapping[str, Tensor]) -> dict[str, Tenso
         for rank, buffers in enumerate(of_ranks)
         for name, buffer in zip(names, buffers, strict=True)
     }
+
+
+def strategy_of_all_ranks(parts: Parts) -> dict[str, Tensor]:
+    """Return what the strategy keeps on each rank, as a checkpoint names it; on rank 0."""
+    own = parts.strategy.own_state()
+    of_ranks = gather_to_rank_0(list(own.values()), parts.channel) if own else []
+    return {
+        f"{strategy_of_rank(rank)}/{name}": tensor
+        for rank, tensors in enumerate(of_ranks)
+        for name, tensor in zip(own, tensors, strict=True)
+    }
+
+
+def strategy_of_rank(rank: int) -> str:
+    """Return the part of a checkpoint's names that stands before what a strategy keeps."""
+    return f"rank-{rank}/strategy"
 
 
 def own_of_rank(rank: int) -> str:

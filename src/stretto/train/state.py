@@ -18,14 +18,20 @@ from stretto.comm.spread import spread_from_rank_0_, spread_text
 from stretto.errors import CheckpointError, StrettoError
 from stretto.telemetry.events import CheckpointSaved
 from stretto.train.parts import Parts
-from stretto.train.settled import own_of_all_ranks, own_of_rank, settled
+from stretto.train.settled import (
+    own_of_all_ranks,
+    own_of_rank,
+    settled,
+    strategy_of_all_ranks,
+    strategy_of_rank,
+)
 
 
 def save_state(parts: Parts, next_step: int) -> None:
     """Let rank 0 write the state of all ranks, and change nothing; all ranks call this together."""
     with settled(parts) as own:
         _refuse_not_finite(parts, next_step)
-        beside = own_of_all_ranks(parts, own)
+        beside = own_of_all_ranks(parts, own) | strategy_of_all_ranks(parts)
         if parts.channel.rank or parts.checkpoints is None:
             return
         with parts.recorder.span("checkpoint", "compute"):
@@ -95,6 +101,8 @@ def restore_(parts: Parts, state: State) -> None:
     named = dict(parts.model.named_parameters())
     restore_optimizer_(parts.optimizer, named, state.under("optimizer"), state.facts["optimizer"])
     parts.strategy.load_state_dict(state.facts["strategy"])
+    if same_size:
+        parts.strategy.load_own_state(state.under(strategy_of_rank(parts.channel.rank)))
     parts.watch.load_state_dict(state.facts.get("early_stop", {}))
 
 

@@ -13,7 +13,7 @@ from stretto.errors import LaunchError
 
 def cards(ranks_per_host):
     hosts = [f"host-{host}" for host, count in enumerate(ranks_per_host) for _ in range(count)]
-    return [Card(rank, len(hosts), host, 0, "openmpi", "j") for rank, host in enumerate(hosts)]
+    return [Card(rank, len(hosts), host, "openmpi", "j") for rank, host in enumerate(hosts)]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))

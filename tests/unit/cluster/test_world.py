@@ -68,7 +68,16 @@ def test_slurms_words_are_understood():
     world = detect(SLURM)
     assert (world.rank, world.mesh, world.host, world.local_rank) == (2, Mesh((2, 1)), 1, 0)
     assert (world.meeting.host, world.meeting.held_by_rank_0) == ("n1", True)
-    assert world.ask_restart == ("scontrol", "requeue", "77")
+
+
+@pytest.mark.parametrize("mark", [{"ENVIRONMENT": "BATCH"}, {"SLURM_GET_USER_ENV": "1"}])
+def test_a_step_of_a_batch_job_can_ask_to_be_queued_again(mark):
+    assert detect({**SLURM, **mark}).ask_restart == ("scontrol", "requeue", "77")
+
+
+@pytest.mark.parametrize("other", [{}, {"ENVIRONMENT": "production"}])
+def test_a_job_without_a_batch_script_cannot_be_queued_again(other):
+    assert detect({**SLURM, **other}).ask_restart == ()
 
 
 def test_all_tasks_of_a_step_meet_at_one_place():

@@ -64,7 +64,6 @@ def test_packing_and_unpacking_returns_the_gradients_as_views_of_one_buffer():
     made = parameters()
     before = [p.grad.clone() for p in made]
     bucket = Bucket(made, wire=None)
-    bucket.take()
     bucket.pack()
     bucket.unpack()
     assert all(torch.equal(p.grad, b) for p, b in zip(made, before, strict=True))
@@ -76,8 +75,7 @@ def test_packing_and_unpacking_returns_the_gradients_as_views_of_one_buffer():
 
 def test_parameters_have_no_gradient_while_it_travels():
     made = parameters()
-    bucket = Bucket(made, wire=None)
-    bucket.take()
+    Bucket(made, wire=None).pack()
     assert [p.grad for p in made] == [None, None]
 
 
@@ -85,7 +83,6 @@ def test_weights_and_divisors_scale_what_travels_and_what_arrives():
     made = parameters()
     before = made[0].grad.clone()
     bucket = Bucket(made, wire=None)
-    bucket.take()
     bucket.pack(weight=3.0)
     torch.testing.assert_close(bucket.flat[:6].view(3, 2), before * 3)
     bucket.unpack(divisor=6.0)
@@ -95,11 +92,9 @@ def test_weights_and_divisors_scale_what_travels_and_what_arrives():
 def test_gradients_that_already_live_in_the_bucket_are_scaled_once():
     made = parameters()
     bucket = Bucket(made, wire=None)
-    bucket.take()
     bucket.pack()
     bucket.unpack()
     before = made[1].grad.clone()
-    bucket.take()
     bucket.pack(weight=2.0)
     bucket.unpack()
     torch.testing.assert_close(made[1].grad, before * 2)
@@ -110,7 +105,6 @@ def test_an_absent_gradient_travels_as_zero_and_stays_absent_when_nobody_has_one
     bucket = Bucket(made, wire=None)
     bucket.flat.fill_(7)
     made[0].grad = None
-    bucket.take()
     bucket.pack()
     assert not bucket.flat[:6].any()
     bucket.unpack()
@@ -122,7 +116,6 @@ def test_a_gradient_that_another_rank_has_arrives_here_too():
     made = parameters()
     bucket = Bucket(made, wire=None)
     made[0].grad = None
-    bucket.take()
     bucket.pack()
     bucket.flat[:6] += 5  # what the sum brings from the other rank,
     bucket.flat[10] += 1  # with its mark
@@ -135,7 +128,6 @@ def test_another_wire_type_keeps_gradients_in_the_type_of_their_parameter(wire):
     made = parameters()
     before = made[0].grad.clone()
     bucket = Bucket(made, wire)
-    bucket.take()
     bucket.pack()
     assert bucket.flat.dtype == wire
     bucket.unpack()

@@ -1,17 +1,15 @@
 """Ranks as threads and the wrappers around a channel; processes are in tests/multi."""
 
-import threading
 import time
 
 import pytest
 import torch
 
 from stretto.comm.channel import Parcel
-from stretto.comm.courier import Courier
 from stretto.comm.emulated import EmulatedLink
 from stretto.comm.local import run_local
 from stretto.comm.spread import average_, spread_from_rank_0_, spread_text
-from stretto.errors import ChannelError, StrettoError
+from stretto.errors import ChannelError
 
 
 def test_messages_between_two_ranks_arrive_in_order():
@@ -107,30 +105,3 @@ def test_averaging_is_the_mean_over_ranks():
         return [t.tolist() for t in mine]
 
     assert run_local(3, work) == [[[1.0, 1.0], 10.0]] * 3
-
-
-def test_the_courier_starts_jobs_in_order_and_hands_failures_to_whoever_waits():
-    before = set(threading.enumerate())
-    courier, order = Courier(), []
-
-    def fail():
-        raise ChannelError("lost")
-
-    class Done:
-        finished_s = 0.0
-
-        def wait(self):
-            pass
-
-    tickets = [courier.submit(lambda i=i: order.append(i) or Done()) for i in range(20)]
-    broken = courier.submit(fail)
-    after = courier.submit(lambda: order.append("after") or Done())
-    with pytest.raises(ChannelError, match="lost"):
-        broken.wait()
-    after.wait()
-    assert tickets[0].wait() is not None
-    assert order == [*range(20), "after"]
-    courier.close()
-    assert set(threading.enumerate()) == before
-    with pytest.raises(StrettoError, match="closed"):
-        courier.submit(fail)

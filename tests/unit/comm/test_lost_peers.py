@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Parcel
-from stretto.comm.torch_channel import TorchChannel, in_plain_words
+from stretto.comm.gloo import GlooChannel, in_plain_words
 from stretto.errors import ChannelError
 
 SOURCE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
@@ -91,10 +92,10 @@ HANGS = "it hangs, or its host is gone"
 )
 def test_a_lost_peer_is_named_by_its_rank_and_with_what_it_has_probably_met(text, told):
     with pytest.raises(ChannelError) as caught:
-        TorchChannel(Broken(text), [3, 5]).exchange([Parcel(1, None)], [])
+        GlooChannel(Broken(text), [3, 5], Mesh((2,))).exchange([Parcel(1, None)], [])
     assert str(caught.value) == f"rank 3 lost rank 5: {told}"
 
 
 def test_in_the_back_end_s_own_sum_nobody_knows_which_peer_was_lost():
     with pytest.raises(ChannelError, match=r"^rank 3 lost a peer: broken pipe; it was killed"):
-        TorchChannel(Broken("Broken pipe"), [3, 5]).start_all_reduce(None)
+        GlooChannel(Broken("Broken pipe"), [3, 5], Mesh((2,))).start_all_reduce(None)

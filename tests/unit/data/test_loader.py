@@ -32,7 +32,7 @@ class Counting:
 
 
 def shares(count):
-    return [Share(np.array([i, i + 50]), global_count=2) for i in range(count)]
+    return [Share(np.array([i, i + 50])) for i in range(count)]
 
 
 def loader_threads():
@@ -50,7 +50,7 @@ def test_shares_come_in_order_with_their_tensors():
 
 def test_the_source_is_told_the_epoch_of_each_share():
     source = Counting()
-    with Prefetch(source, [Share(np.arange(2), 2, epoch) for epoch in (4, 4, 5)]) as loaded:
+    with Prefetch(source, [Share(np.arange(2), epoch) for epoch in (4, 4, 5)]) as loaded:
         list(loaded)
     assert source.epochs == [4, 4, 5]
 
@@ -58,7 +58,7 @@ def test_the_source_is_told_the_epoch_of_each_share():
 def test_while_a_cache_fills_nothing_of_the_next_pass_is_read_before_this_one_is_over():
     source = Counting()
     source.fills_cache = True
-    passes = [Share(np.arange(2), 2, epoch) for epoch in (0, 0, 1, 1, 2)]
+    passes = [Share(np.arange(2), epoch) for epoch in (0, 0, 1, 1, 2)]
     seen = []
     with Prefetch(source, passes) as loaded:
         for item in loaded:

@@ -23,7 +23,7 @@ PURPOSE = Purpose("runs/run", GB, "3 checkpoints", silence_s=30, timeout_s=300)
 
 def facts_of(rank, size, ranks_per_host=1):
     host = rank // ranks_per_host
-    card = Card(rank, size, f"n{host}", rank % ranks_per_host, "torchrun", "job")
+    card = Card(rank, size, f"n{host}", "torchrun", "job")
     address = f"198.18.0.{10 + host}"
     local = rank % ranks_per_host
     return Facts(

@@ -239,7 +239,7 @@ def test_a_clock_that_is_ahead_is_told_from_one_that_is_behind():
 def test_the_mesh_may_be_uneven():
     seen = healthy(3)
     for rank in (1, 2):
-        card = replace(seen.facts[rank].place.card, host_name="n1", local_rank=rank - 1)
+        card = replace(seen.facts[rank].place.card, host_name="n1")
         seen = spoil(seen, rank, "place", card=card, machine_id="kernel-1")
     assert "1+2" in mesh(seen).finding
 

@@ -12,6 +12,7 @@ from stretto.launch.screen import (
     REMEMBERED_S,
     WINDOW_S,
     Folding,
+    echo_of,
 )
 from stretto.telemetry.wording import ranks_in_words
 
@@ -184,6 +185,7 @@ def test_ranks_are_named_in_runs(ranks, words):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_a_failed_rank_said_is_not_shown_again_for_its_victims(victim):
-    echo = "stretto: rank 2 failed first: no room"
+    echo = f"stretto: {echo_of(2, 'no room')}"
+    assert echo == "stretto: rank 2 failed first: no room"
     screen = show([(2, "stretto: no room", 0.0), (victim, echo, 0.1)])
     assert [line for _, line in screen] == ["[rank 2] stretto: no room"]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.comm.local import run_local
-from stretto.comm.spread import gather_text
+from stretto.comm.small import gather_text
 from stretto.train.agreement import STOP_WORDS, Agreement
 
 

@@ -75,7 +75,7 @@ def test_the_sequence_of_samples_does_not_depend_on_the_length_of_an_epoch(
         )
         for plain, virtual in zip(one, other, strict=True):
             assert plain.samples.tolist() == virtual.samples.tolist()
-            assert plain.global_count == virtual.global_count
+            assert plain.epoch == virtual.epoch
 
 
 @given(batch=st.integers(1, 50), epoch_samples=st.integers(1, 500), epochs=st.integers(1, 5))

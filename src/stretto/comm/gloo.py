@@ -7,7 +7,7 @@ survivors build the next generation on the same store, with other members, and c
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Parcel, Pending
 from stretto.errors import ChannelError
 from stretto.telemetry.wording import printable
@@ -36,12 +37,13 @@ _CAUSES = {
 """What a lost peer has probably met, by what the back end says of it; the first that fits."""
 
 
-class TorchChannel:
+class GlooChannel:
     """This process's end of one generation of a group; made by `open_channel`."""
 
-    def __init__(self, group: ProcessGroupGloo, members: Sequence[int]) -> None:
+    def __init__(self, group: ProcessGroupGloo, members: Sequence[int], mesh: Mesh) -> None:
         self._group: Any = group
         self._members = tuple(members)
+        self._mesh = mesh
 
     @property
     def rank(self) -> int:
@@ -52,6 +54,14 @@ class TorchChannel:
     def size(self) -> int:
         """Number of members."""
         return int(self._group.size())
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which members share a host."""
+        return self._mesh
+
+    def reserve(self, lanes: int) -> None:
+        """Do nothing: a lane is a tag."""
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Post every receive, then every send, then wait for all."""
@@ -76,6 +86,9 @@ class TorchChannel:
         except RuntimeError as failure:
             raise ChannelError(self._describe(-1, failure)) from failure
 
+    def watch(self, what: str, over: Callable[[], bool]) -> None:
+        """Do nothing: whoever waits here is told."""
+
     def close(self) -> None:
         """Leave the group; a peer that still waits for us waits until its time-out."""
         self._group.shutdown()
@@ -90,7 +103,7 @@ class TorchChannel:
 class _Work:
     """A native collective in flight; remembers when it was done, for the time-line."""
 
-    def __init__(self, work: Work, channel: TorchChannel) -> None:
+    def __init__(self, work: Work, channel: GlooChannel) -> None:
         self._work = work
         self._channel = channel
         self.finished_s: float | None = None
@@ -111,21 +124,23 @@ def open_channel(
     store: Store,
     *,
     rank: int,
-    members: Sequence[int],
+    members: Sequence[int] | Mesh,
     generation: int = 0,
     interface: str | None = None,
     timeout_s: float = 300.0,
-) -> TorchChannel:
+) -> GlooChannel:
     """Build one generation of a group over Gloo; every member calls this with equal arguments.
 
     Args:
         store: Where members meet; it outlives the group.
         rank: My rank in the world; my rank in the group is its place among ``members``.
-        members: World ranks of the group, in order.
+        members: World ranks of the group, in order, all on one host; or the mesh of the world.
         generation: Grows with each rebuild, so that a late member of an old one meets nobody.
         interface: Network interface to listen on; loopback when None.
         timeout_s: How long a peer may be silent before it counts as lost.
     """
+    mesh = members if isinstance(members, Mesh) else Mesh((len(members),))
+    ranks = range(mesh.size) if isinstance(members, Mesh) else members
     options = _Gloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     # Two sums in flight keep the wire busy while the first one ends; four measured no better.
@@ -133,13 +148,13 @@ def open_channel(
     prefix = PrefixStore(f"channel/{generation}", store)
     try:
         options._devices = [_Gloo.create_device(interface=interface or "lo")]
-        group = _Gloo(prefix, members.index(rank), len(members), options)
+        group = _Gloo(prefix, ranks.index(rank), mesh.size, options)
     except RuntimeError as failure:
         raise ChannelError(
-            f"rank {rank} could not join generation {generation} of {len(members)} ranks "
+            f"rank {rank} could not join generation {generation} of {mesh.size} ranks "
             f"on interface {interface or 'lo'}: {in_plain_words(str(failure))}"
         ) from failure
-    return TorchChannel(group, members)
+    return GlooChannel(group, ranks, mesh)
 
 
 def in_plain_words(text: str) -> str:

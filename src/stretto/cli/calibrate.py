@@ -1,0 +1,65 @@
+"""``stretto calibrate``: measure links and algorithms, write them down."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.study.calibrate import Calibration
+
+
+def calibrate(
+    *, out: Path = Path("cluster.toml"), table: bool = True, runs: int = 5, json_: bool = False
+) -> int:
+    """Measure what messages, additions and algorithms cost on the ranks this was started as.
+
+    Example: stretto lab --hosts 2 --ranks-per-host 2 --rate 400mbit -- stretto calibrate
+
+    Parameters
+    ----------
+    out
+        The description; where it is there already, what is measured now is added to it.
+    table
+        Whether algorithms are timed too, for a table by message size.
+    runs
+        Interleaved repetitions of each algorithm; the median counts.
+    json_
+        One object a line on standard output: the rows of the table.
+    """
+    from stretto.cluster.detect import detect
+    from stretto.errors import ConfigError
+    from stretto.sim.cluster import load_cluster
+    from stretto.study.calibrate import calibrate as measure
+
+    world = detect()
+    if world.size < 2 or runs < 1:
+        raise ConfigError(
+            "calibrate needs at least 2 ranks and 1 run: start it as `stretto lab --hosts 4 --rate "
+            "400mbit -- stretto calibrate`, or under torchrun"
+        )
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}")
+    known = load_cluster(out) if out.exists() else None
+    say = _say if world.rank == 0 else lambda _: None
+    found = measure(world, known, runs=runs, table=table, say=say)
+    if world.rank == 0:
+        found.cluster.write(out)
+        _print(found, as_json=json_)
+        _say(f"wrote {out}")
+    return 0
+
+
+def _print(found: "Calibration", *, as_json: bool) -> None:
+    for row in found.rows:
+        if as_json:
+            facts = {"bytes": row.num_bytes, "algorithm": row.word, "seconds": row.seconds}
+            print(json.dumps({**facts, "reason": row.reason}))
+        else:
+            print(f"{row.word:<26}{row.reason}")
+    if not as_json:
+        print(found.cluster.to_toml())
+
+
+def _say(line: str) -> None:
+    print(f"stretto calibrate: {line}", file=sys.stderr)

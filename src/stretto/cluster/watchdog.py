@@ -1,0 +1,12 @@
+"""PyTorch's own NCCL watchdog, told to leave the talking to ours."""
+
+import os
+
+
+def quiet_watchdog() -> None:
+    """Have lost peers reported by `stretto.comm.watchman`, which knows the collective's name.
+
+    PyTorch's watchdog would end the process first, with a number instead of a name. A person who
+    has set the variable is obeyed.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")

@@ -1,0 +1,211 @@
+"""A schedule's outline laid on a cluster: for one size, what every message and addition takes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.comm.schedule import chunk_bounds
+from stretto.sim.cluster import Cluster
+from stretto.sim.outline import Messages, Outline, Rounds
+from stretto.sim.tasks import Floats, Ints, Tasks, summed
+
+ELEMENT_BYTES = 4
+"""Gradients travel as 32-bit floats unless somebody says otherwise."""
+LATENCY, LINK, INSIDE, CORES, THREAD = (
+    "latency",
+    "link between hosts",
+    "transport inside a host",
+    "cores",
+    "I/O thread of a rank",
+)
+"""What may hold a collective up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Where the resources stand: links out, links in, pools of cores, and a thread per rank."""
+
+    hosts: int
+    pools: int
+    ranks: int
+
+    @property
+    def sorts(self) -> dict[str, slice]:
+        """Return the resources of each sort."""
+        links, pools = 2 * self.hosts, 2 * self.hosts + self.pools
+        return {
+            LINK: slice(0, links),
+            CORES: slice(links, pools),
+            THREAD: slice(pools, pools + self.ranks),
+        }
+
+    @property
+    def count(self) -> int:
+        """Return how many there are."""
+        return 2 * self.hosts + self.pools + self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """What is to be run: the messages that are not empty, then the end of every round."""
+
+    num_bytes: Floats
+    """Of each message."""
+    source: Ints
+    target: Ints
+    """The ranks that send and receive it, as they are laid out."""
+    between: NDArray[np.bool_]
+    """Whether it goes from one host to another."""
+    tasks: Tasks
+    sites: Sites
+
+    @property
+    def num_messages(self) -> int:
+        """Return how many messages are not empty: the tasks after them are ends of rounds."""
+        return len(self.num_bytes)
+
+
+def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
+    """Lay a tensor of ``num_bytes`` on ``outline``."""
+    size = message_bytes(outline, num_bytes)
+    kept = size > 0
+    size, messages = size[kept], _some(outline.messages, kept)
+    hosts = _Hosts(cluster)
+    source = outline.rounds.rank[messages.source]
+    target = (source + messages.distance) % outline.schedule.size
+    between = hosts.of(source) != hosts.of(target)
+    target = target % outline.num_ranks
+    shared = cluster.cpu.pool == "shared"
+    num_hosts = int(hosts.of(np.array([outline.num_ranks - 1]))[0]) + 1
+    sites = Sites(num_hosts, 1 if shared else num_hosts, outline.num_ranks)
+    places = _Places(hosts, sites, cluster, outline.copies)
+    work, resource, load = places.messages(size, between, source, target)
+    added = summed(messages.target, size * messages.added, len(outline.rounds))
+    add_work, add_resource, add_load = places.additions(added, outline.rounds.rank)
+    latency = np.where(between, cluster.between.latency_s, cluster.inside.latency_s)
+    earlier, later = edges(messages, outline.rounds)
+    tasks = Tasks(
+        np.concatenate([latency, np.zeros(len(outline.rounds))]),
+        np.concatenate([work, add_work]),
+        np.concatenate([resource, add_resource]),
+        np.concatenate([load, add_load]),
+        earlier,
+        later,
+        sites.count,
+    )
+    return Charge(size, source, target, between, tasks, sites)
+
+
+def message_bytes(outline: Outline, num_bytes: int) -> Floats:
+    """Return the size of every message.
+
+    Chunks are taken to be equal. Where there are fewer elements than chunks, and every rank is
+    laid out, they are those of the real thing: one element or none.
+    """
+    chunks, messages = outline.schedule.num_chunks, outline.messages
+    numel = -(-num_bytes // ELEMENT_BYTES)
+    if numel >= chunks or outline.copies > 1:
+        count = messages.stop - messages.start
+        return count.astype(np.float64) * (num_bytes / chunks)
+    bounds = np.array(chunk_bounds(numel, chunks), dtype=np.int64)
+    count = bounds[messages.stop] - bounds[messages.start]
+    return count.astype(np.float64) * (num_bytes / max(numel, 1))
+
+
+class _Hosts:
+    """The host of any rank, for whole columns."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._ends = np.cumsum(np.array(cluster.ranks_per_host))
+
+    def of(self, rank: Ints) -> Ints:
+        return np.searchsorted(self._ends, rank, side="right").astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Who uses which resource how much.
+
+    A pool that all hosts share also works for the ranks that are not laid out, which do the same
+    at the same time.
+    """
+
+    hosts: _Hosts
+    sites: Sites
+    cluster: Cluster
+    copies: int
+
+    @property
+    def _cores(self) -> float:
+        cpu = self.cluster.cpu
+        return cpu.cores / self.copies if cpu.pool == "shared" else cpu.cores
+
+    def _pool(self, rank: Ints) -> Ints:
+        own = self.hosts.of(rank) if self.sites.pools > 1 else np.zeros_like(rank)
+        return 2 * self.sites.hosts + own
+
+    def messages(
+        self, size: Floats, between: NDArray[np.bool_], source: Ints, target: Ints
+    ) -> tuple[Floats, Ints, Floats]:
+        """Return seconds alone, resources, and the share of each that it then takes."""
+        cpu, links, sites = self.cluster.cpu, self.cluster.between, self.sites
+        wire = size / np.where(between, links.bytes_per_s, self.cluster.inside.bytes_per_s)
+        per_byte = np.where(between, cpu.s_per_byte_between, cpu.s_per_byte_inside)
+        half = (size * per_byte + cpu.s_per_message) / 2
+        work = np.maximum(wire, half)
+        link, core = np.where(between, wire, 0.0) / work, half / work
+        threads = 2 * sites.hosts + sites.pools
+        resource = [
+            self.hosts.of(source),
+            sites.hosts + self.hosts.of(target),
+            self._pool(source),
+            self._pool(target),
+            threads + source,
+            threads + target,
+        ]
+        load = [link, link, core / self._cores, core / self._cores, core, core]
+        return work, np.stack(resource, axis=1), np.stack(load, axis=1)
+
+    def additions(self, added: Floats, rank: Ints) -> tuple[Floats, Ints, Floats]:
+        """Return the same for the additions of each round, which one core does."""
+        resource = np.zeros((len(rank), 6), dtype=np.int64)
+        load = np.zeros((len(rank), 6))
+        resource[:, 0] = self._pool(rank)
+        work = added * self.cluster.cpu.s_per_byte_added
+        load[work > 0, 0] = 1 / self._cores
+        return work, resource, load
+
+
+def _some(messages: Messages, kept: NDArray[np.bool_]) -> Messages:
+    if kept.all():
+        return messages
+    return Messages(
+        messages.source[kept],
+        messages.target[kept],
+        messages.start[kept],
+        messages.stop[kept],
+        messages.added[kept],
+        messages.distance[kept],
+    )
+
+
+def edges(messages: Messages, rounds: Rounds) -> tuple[Ints, Ints]:
+    """Return what waits for what: tasks are the messages, then the ends of the rounds."""
+    num = len(messages)
+    task = np.arange(num)
+    order = np.argsort(rounds.later, kind="stable")
+    before, count = rounds.earlier[order], np.bincount(rounds.later, minlength=len(rounds))
+    first = np.cumsum(count) - count
+    earlier, later = [task, task], [num + messages.source, num + messages.target]
+    for end in (messages.source, messages.target):
+        each = count[end]
+        within = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
+        earlier.append(num + before[np.repeat(first[end], each) + within])
+        later.append(np.repeat(task, each))
+    empty = np.ones(len(rounds), dtype=bool)
+    empty[messages.source] = empty[messages.target] = False
+    lone = empty[rounds.later]
+    earlier.append(num + rounds.earlier[lone])
+    later.append(num + rounds.later[lone])
+    return np.concatenate(earlier), np.concatenate(later)

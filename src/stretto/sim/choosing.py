@@ -1,0 +1,74 @@
+"""The table of algorithms for one shape of hosts and ranks: measured where it was, else priced."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from stretto.cluster.world import Mesh
+from stretto.comm.algorithms import ALLREDUCE, Algorithm
+from stretto.comm.algorithms.table import AlgorithmTable, Choice, parse_table
+from stretto.sim.catalogue import Choice as Row
+from stretto.sim.catalogue import choose, price_all
+from stretto.sim.cluster import Cluster
+from stretto.sim.presets import preset
+
+SMALL = (1_000, 4_000, 16_000, 64_000, 256_000)
+LARGE = (1_000_000, 4_000_000, 16_000_000, 64_000_000)
+SIZES = SMALL + LARGE
+"""The messages a table is made for: from a few gradients to a whole model."""
+_NEAR = 1.5
+PARTS = (1, 2, 4, 8, 16)
+NATIVE = "native"
+ASSUMED = "ethernet 10gbit"
+"""What several hosts are taken to be joined by, where nobody says."""
+BOX = "box 400mbit"
+_GOODPUT = 0.95
+"""What a shaped link leaves to TCP."""
+
+
+def described(mesh: Mesh, link_bits_per_s: int | None) -> Cluster:
+    """Return what is assumed where nothing was measured: a lab's links are known, others not."""
+    if link_bits_per_s is None:
+        return preset(ASSUMED).with_mesh(mesh)
+    box = preset(BOX).with_mesh(mesh)
+    link = box.between.model_copy(update={"bytes_per_s": _GOODPUT * link_bits_per_s / 8})
+    return box.model_copy(update={"between": link})
+
+
+def choose_table(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) -> AlgorithmTable:
+    """Return the algorithms for ``mesh``; without the back end's own where it cannot be used.
+
+    Ranks of one host whose links nobody has described use the back end's own: it knows them.
+    """
+    if cluster is None and mesh.hosts == 1:
+        return AlgorithmTable((Choice(0, NATIVE if native else "ring"),))
+    if cluster is not None and mesh.shape in cluster.tables:
+        table = parse_table(cluster.tables[mesh.shape])
+        if native or all(choice.name != NATIVE for choice in table.choices):
+            return table
+    shaped = (cluster or preset(ASSUMED)).with_mesh(mesh)
+    known = {name: make for name, make in ALLREDUCE.items() if native or name != NATIVE}
+    return table_of(choose_rows(shaped, known))
+
+
+def choose_rows(cluster: Cluster, known: Mapping[str, Algorithm] = ALLREDUCE) -> list[Row]:
+    """Return the cheapest algorithm by size, with reasons: small messages whole, large in parts.
+
+    Only what is near the best as a whole is tried in parts too.
+    """
+    whole = price_all(cluster, SIZES, (1,), known)
+    near = {
+        row.name
+        for size in LARGE
+        for row in whole.at(size)
+        if row.price.seconds <= _NEAR * whole.at(size)[0].price.seconds
+    }
+    small = choose(cluster, SMALL, (1,), known)
+    large = choose(cluster, LARGE, PARTS, {name: known[name] for name in known if name in near})
+    again = (small[-1].name, small[-1].parts) == (large[0].name, large[0].parts)
+    return [*small, *large[again:]]
+
+
+def table_of(rows: Sequence[Row]) -> AlgorithmTable:
+    """Return the rows as a table, the first from zero bytes on."""
+    choices = [Choice(row.from_bytes, row.name, row.parts) for row in rows]
+    return AlgorithmTable((replace(choices[0], least=0), *choices[1:]))

@@ -1,0 +1,187 @@
+"""What holds of every price: symmetry, repetition and formulas change nothing but the effort."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stretto.cluster.world import Mesh
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.schedule import Action
+from stretto.errors import StrettoError
+from stretto.sim import Cluster, Cpu, Transport, closed_form, predict, price, serial_steps
+from stretto.sim.charge import charge
+from stretto.sim.closed import FORMULAS
+from stretto.sim.engine import run_columns, run_single
+from stretto.sim.outline import outline, representatives
+from stretto.telemetry.timeline import busy_s
+
+TIGHT = 1e-9
+EVEN = [(1,) * 2, (1,) * 6, (1,) * 7, (4,), (2, 2), (4, 4), (3, 3, 3, 3)]
+UNEVEN = [(3, 1, 4), (1, 4), (5, 2)]
+COSTLY = Cpu(
+    cores=2,
+    s_per_byte_between=3e-9,
+    s_per_byte_inside=2e-9,
+    s_per_message=2e-5,
+    s_per_byte_added=1e-9,
+)
+
+
+def cluster(shape, cpu=COSTLY, **more):
+    return Cluster(
+        ranks_per_host=shape,
+        between=Transport(latency_s=1e-4, bytes_per_s=1e8),
+        inside=Transport(latency_s=1e-5, bytes_per_s=1e9),
+        cpu=cpu,
+        **more,
+    )
+
+
+def free(shape):
+    """A cluster in which only what the papers count costs anything."""
+    return cluster(shape, Cpu(cores=64, s_per_byte_added=1e-9))
+
+
+@pytest.mark.parametrize("pool", ["host", "shared"])
+@pytest.mark.parametrize("shape", EVEN)
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool):
+    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}))
+    for parts in (1, 3):
+        schedule = ALLREDUCE[name](where.mesh, parts)
+        if schedule.period is None:
+            continue
+        for num_bytes in (40, 4_000_000):  # fewer elements than chunks, and many more
+            by_some = price(schedule, num_bytes, where)
+            by_all = price(replace(schedule, period=None), num_bytes, where)
+            assert by_some.seconds == pytest.approx(by_all.seconds, rel=TIGHT)
+            assert by_some.bytes_per_link == pytest.approx(by_all.bytes_per_link, rel=TIGHT)
+            assert by_some.core_s == pytest.approx(by_all.core_s, rel=TIGHT)
+
+
+@pytest.mark.parametrize("pool", ["host", "shared"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("ring", (1,) * 400),
+        ("ring", (2,) * 150),
+        ("hierarchical", (2,) * 300),
+        ("masters", (3,) * 250),
+        ("torus", (1,) * 401),
+    ],
+)
+def test_rounds_left_out_cost_what_they_cost(name, shape, pool):
+    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}))
+    schedule = ALLREDUCE[name](where.mesh, 1)
+    whole = charge(outline(schedule, representatives(schedule, where.mesh)), 10**8, where)
+    expected = run_single(whole.tasks).seconds
+    assert price(schedule, 10**8, where).seconds == pytest.approx(expected, rel=TIGHT)
+
+
+@pytest.mark.parametrize("shape", [*EVEN, *UNEVEN])
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_both_loops_of_the_engine_agree(name, shape):
+    where = cluster(shape)
+    schedule = ALLREDUCE[name](where.mesh, 2)
+    tasks = charge(outline(schedule, schedule.size), 1_000_003, where).tasks
+    one, other = run_single(tasks), run_columns(tasks)
+    np.testing.assert_allclose(one.end_s, other.end_s, rtol=TIGHT)
+    np.testing.assert_allclose(one.start_s, other.start_s, rtol=TIGHT)
+
+
+@pytest.mark.parametrize("shape", [*((1,) * n for n in range(1, 17)), (2, 2), (4, 4, 4), (3,) * 5])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_price_is_what_the_formula_says(name, shape):
+    where = free(shape)
+    formula = closed_form(name, 720_720 * 4, where)
+    if formula is not None:
+        priced = price(ALLREDUCE[name](where.mesh, 1), 720_720 * 4, where)
+        assert priced.seconds == pytest.approx(formula, rel=TIGHT)
+
+
+def test_every_formula_is_of_an_algorithm_in_the_table():
+    assert set(FORMULAS) <= set(ALLREDUCE)
+    assert closed_form("ring", 1000, free((2, 2))) is None
+    assert closed_form("hierarchical", 1000, free((2, 3))) is None
+
+
+@pytest.mark.parametrize("shape", [(1,) * 5, (2, 2), (3, 1, 4)])
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_a_price_is_never_below_what_its_links_and_cores_need(name, shape):
+    where = cluster(shape)
+    last = 0.0
+    for num_bytes in (0, 400, 40_000, 4_000_000):
+        priced = price(ALLREDUCE[name](where.mesh, 1), num_bytes, where)
+        assert max(priced.busy.values()) <= 1 + TIGHT
+        assert priced.seconds >= priced.bytes_per_link / where.between.bytes_per_s
+        assert sum(priced.spent_s.values()) == pytest.approx(priced.seconds, rel=1e-6)
+        assert priced.seconds >= last
+        last = priced.seconds
+
+
+@pytest.mark.parametrize("shape", [(1,) * 5, (2, 2), (3, 1, 4)])
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_the_busiest_link_carries_what_the_programs_send_over_it(name, shape):
+    where = cluster(shape)
+    schedule = ALLREDUCE[name](where.mesh, 1)
+    carried = dict.fromkeys(range(where.mesh.hosts), 0.0)
+    for rank in range(schedule.size):
+        host = where.mesh.host_of(rank)
+        for op in schedule.program(rank):
+            if op.action is Action.SEND and where.mesh.host_of(op.peer) != host:
+                carried[host] += (op.stop - op.start) * 4e6 / schedule.num_chunks
+    assert price(schedule, 4_000_000, where).bytes_per_link == pytest.approx(max(carried.values()))
+
+
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_a_single_rank_and_an_empty_tensor_cost_nothing(name):
+    where = cluster((1,), native_latency_s=0.005)
+    assert price(ALLREDUCE[name](where.mesh, 1), 4000, where).seconds == 0
+    where = cluster((2, 2))
+    assert price(ALLREDUCE[name](where.mesh, 1), 0, where).seconds == 0
+
+
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_a_predicted_time_line_ends_when_the_price_says(name):
+    where = cluster((2, 2))
+    schedule = ALLREDUCE[name](where.mesh, 2)
+    timelines = predict(schedule, 4_000_000, where)
+    spans = [span for timeline in timelines for span in timeline.spans]
+    seconds = price(schedule, 4_000_000, where).seconds
+    assert max(span.end_s for span in spans) == pytest.approx(seconds, rel=TIGHT)
+    assert all(busy_s(timeline.spans) <= seconds * (1 + TIGHT) for timeline in timelines)
+
+
+SERIAL = {
+    "ring": lambda n, _k: 2 * (n - 1),
+    "native": lambda n, _k: 2 * (n - 1),
+    "gather-broadcast": lambda n, _k: 2 * (n - 1),
+    "binomial": lambda n, _k: 2 * (n - 1).bit_length(),
+    "doubling": lambda n, _k: (n - 1).bit_length(),
+    "halving-doubling": lambda n, _k: 2 * (n - 1).bit_length(),
+    "masters": lambda n, k: 4 * (k - 1) + 2 * (n // k - 1),
+    "hierarchical": lambda n, k: 2 * (k - 1) + 2 * (n // k - 1),
+    "torus": lambda n, _k: 2 * (2 * round(n**0.5) - 2),
+}
+
+
+@pytest.mark.parametrize("shape", [(1,) * 4, (4,) * 4, (8,) * 8, (8,) * 128])
+@pytest.mark.parametrize("name", SERIAL)
+def test_messages_follow_one_another_as_often_as_the_papers_say(name, shape):
+    mesh = Mesh(shape)
+    assert serial_steps(ALLREDUCE[name](mesh, 1)) == SERIAL[name](mesh.size, shape[0])
+
+
+@pytest.mark.parametrize("name", ["ring", "hierarchical", "binomial"])
+def test_ten_thousand_ranks_have_a_price(name):
+    where = free((8,) * 1250 if name == "hierarchical" else (1,) * 10_000)
+    formula = closed_form(name, 10**8, where)
+    priced = price(ALLREDUCE[name](where.mesh, 1), 10**8, where)
+    assert priced.seconds == pytest.approx(formula, rel=TIGHT)
+
+
+def test_what_is_too_large_and_not_symmetric_is_refused_with_the_way_out():
+    where = free((*(8,) * 1249, 7))
+    with pytest.raises(StrettoError, match=r"ring for 9,999 ranks .* equally many ranks"):
+        price(ALLREDUCE["ring"](where.mesh, 1), 10**8, where)

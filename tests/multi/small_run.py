@@ -1,0 +1,71 @@
+"""A run of a few seconds for tests to start in every way there is, and the weights it ends with."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from stretto.checkpoint import load_one
+
+STEPS = 12
+RUN = f"""
+[run]
+threads = 1
+[data]
+samples = 200
+test_samples = 32
+size = 16
+[model]
+width = 8
+[optim]
+lr = 0.02
+[strategy]
+fusion = "2KB"
+algorithm = "native, ring from 1KB"
+[train]
+batch = 20
+steps = {STEPS}
+"""
+STRETTO = (sys.executable, "-m", "stretto")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def write_run(folder: Path) -> Path:
+    """Write ``run.toml`` into the folder; return the folder."""
+    (folder / "run.toml").write_text(RUN)
+    return folder
+
+
+def train(
+    folder: Path,
+    name: str,
+    *more: str,
+    start: Sequence[str] = STRETTO,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[str, Tensors]:
+    """Train behind ``start``; return what was said on stderr and the last checkpoint's tensors."""
+    done = subprocess.run(
+        [*start, "train", "run.toml", f"run.name={name}", *more],
+        cwd=folder,
+        env=os.environ if environ is None else environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr, last_tensors(folder, name)
+
+
+def last_tensors(folder: Path, name: str) -> Tensors:
+    """Return the state that the whole run ended with."""
+    return load_one(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08}").tensors
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    """Say whether two states are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -1,0 +1,79 @@
+"""A drawn schedule in a real browser: every arrow and label is there to be seen."""
+
+import json
+import re
+import subprocess
+from html import unescape
+
+import pytest
+
+from stretto.cluster.world import Mesh
+from stretto.comm.algorithms import ALLREDUCE
+from stretto.report.drawing.diagram import diagram
+from stretto.report.drawing.svg import draw_svg
+from tests.multi.needs import require
+from tests.multi.test_report_in_browser import FLAGS
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
+
+LOOK = """
+const frame = document.querySelector("svg").getBoundingClientRect();
+const inside = box => box.left >= frame.left && box.right <= frame.right
+  && box.top >= frame.top && box.bottom <= frame.bottom;
+const seen = chosen => [...document.querySelectorAll(chosen)].filter(element => {
+  const box = element.getBoundingClientRect();
+  const style = getComputedStyle(element);
+  const paint = element.tagName === "text" ? style.fill : style.stroke;
+  return box.width > 2 && box.height > 2 && inside(box) && paint !== "none"
+    && style.visibility === "visible";
+});
+const colours = lines => new Set(lines.map(line => getComputedStyle(line).stroke)).size;
+const arrows = seen(".message line");
+document.body.dataset.seen = JSON.stringify({
+  arrows: arrows.length,
+  labels: seen("text.label").length,
+  texts: seen("text").length === document.querySelectorAll("text").length,
+  colours: colours(arrows),
+});
+"""
+
+
+def looked_at(svg: str, folder) -> dict[str, object]:
+    page = folder / "page.html"
+    page.write_text(f"<!doctype html><body>{svg}<script>{LOOK}</script></body>")
+    done = subprocess.run(
+        ["chromium", *FLAGS, f"--user-data-dir={folder / 'profile'}", page.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    return json.loads(unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+
+
+def test_a_browser_shows_every_arrow_and_label_in_the_colour_of_its_lane(tmp_path):
+    require("chromium")
+    mesh = Mesh((2, 2))
+    shown = diagram(ALLREDUCE["hierarchical"](mesh, 2), mesh, "allreduce")
+    assert looked_at(draw_svg(shown), tmp_path) == {
+        "arrows": len(shown.messages),
+        "labels": len(shown.messages),
+        "texts": True,
+        "colours": 3,
+    }
+
+
+def test_a_browser_opens_the_file_itself_without_complaint(tmp_path):
+    require("chromium")
+    mesh = Mesh((4,))
+    file = tmp_path / "ring.svg"
+    file.write_text(draw_svg(diagram(ALLREDUCE["ring"](mesh, 1), mesh, "allreduce")))
+    done = subprocess.run(
+        ["chromium", *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    assert "parsererror" not in done.stdout
+    assert done.stdout.count('class="message"') == 24

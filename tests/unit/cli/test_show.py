@@ -1,0 +1,109 @@
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from stretto.cli.main import main
+from stretto.cli.show import show
+
+
+def test_a_ring_is_drawn(capsys):
+    assert main(["show", "ring", "--ranks", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "ring allreduce for 3 ranks" in out
+    assert "|-- +2 ->|-- +0 ->|" in out
+    assert "each rank: 4 messages (1.333 x the tensor) out, as much in" in out
+
+
+def test_hosts_with_several_ranks_are_drawn_with_what_goes_over_their_links(capsys):
+    assert main(["show", "hierarchical", "--hosts", "2", "--ranks-per-host", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "4 ranks on 2 hosts" in out
+    assert "each host's link: 1 x the tensor each way" in out
+
+
+def test_json_is_one_object_a_message(capsys):
+    assert main(["show", "ring", "--ranks", "2", "--parts", "2", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 8
+    assert rows[0] == {
+        "step": 1,
+        "source": 0,
+        "target": 1,
+        "start": 2,
+        "stop": 3,
+        "action": "add",
+        "lane": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("collective", "adds", "copies"),
+    [("allreduce", 6, 6), ("reduce-scatter", 6, 0), ("all-gather", 0, 6)],
+)
+def test_each_collective_has_its_table(collective, adds, copies, capsys):
+    assert main(["show", "ring", "--ranks", "3", "--collective", collective, "--json"]) == 0
+    actions = [json.loads(line)["action"] for line in capsys.readouterr().out.splitlines()]
+    assert (actions.count("add"), actions.count("copy")) == (adds, copies)
+
+
+def test_an_svg_is_written_and_standard_output_left_alone(tmp_path, capsys):
+    file = tmp_path / "ring.svg"
+    assert main(["show", "ring", "--svg", str(file)]) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert str(file) in said.err
+    assert ElementTree.parse(file).getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rign"], ["no allreduce algorithm 'rign'", "did you mean 'ring'?", "hierarchical"]),
+        (["halving"], ["halving is no allreduce: add --collective reduce-scatter"]),
+        (["zzz"], ["no allreduce algorithm 'zzz'", "known: "]),
+        (["ring", "--collective", "allgather"], ["'allgather'", "did you mean 'all-gather'?"]),
+        (["ring", "--ranks", "0"], ["--ranks 0: expected at least 1"]),
+        (["ring", "--ranks", "-3"], ["--ranks -3: expected at least 1"]),
+        (["ring", "--hosts", "0"], ["--hosts 0: expected at least 1"]),
+        (["ring", "--hosts", "2", "--ranks-per-host", "0"], ["--ranks-per-host 0"]),
+        (["ring", "--ranks-per-host", "2"], ["--ranks-per-host is for --hosts"]),
+        (["ring", "--ranks", "4", "--hosts", "2"], ["--ranks and --hosts exclude each other"]),
+        (["ring", "--ranks", "4", "--parts", "0"], ["--parts 0: expected 1 to 1,024"]),
+        (["ring", "--ranks", "4", "--parts", "1025"], ["--parts 1025: expected 1 to 1,024"]),
+        (["native", "--parts", "2"], ["--parts 2: native takes the tensor whole"]),
+        (["halving", "--collective", "reduce-scatter", "--parts", "2"], ["halving takes the"]),
+        (["ring", "--ranks", "5000"], ["5,000 ranks: at most 4,096"]),
+        (["ring", "--ranks", "33", "--svg", "x.svg"], ["33 ranks are too many for one picture"]),
+        (["ring", "--svg", "missing/x.svg"], ["--svg missing/x.svg: there is no folder missing"]),
+        (["ring", "--svg", "."], ["--svg . is a folder"]),
+        (["ring", "--ranks", "many"], ["many"]),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_do(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", *arguments]) == 2
+    said = capsys.readouterr()
+    assert all(word in said.err + said.out for word in words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_schedule_too_long_to_list_is_refused_at_once(capsys):
+    assert main(["show", "ring", "--ranks", "1000"]) == 2
+    assert "too many to list" in capsys.readouterr().err
+
+
+def test_showing_imports_no_torch():
+    code = (
+        "import sys; from stretto.cli.main import main; main(['show', 'ring']);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_called_without_numbers_it_shows_four_ranks(capsys):
+    assert show("ring") == 0
+    assert "for 4 ranks" in capsys.readouterr().out
