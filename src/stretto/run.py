@@ -117,7 +117,7 @@ def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Lo
     derived: dict[str, object] = {}
     if config.run.threads is None:
         derived["run.threads"] = world.threads
-    strategy = tuned(config.strategy, world.mesh)
+    strategy = tuned(config.strategy, world.mesh, model)
     for key in ("algorithm", "fusion"):
         if getattr(strategy, key) != getattr(config.strategy, key):
             derived[f"strategy.{key}"] = getattr(strategy, key)

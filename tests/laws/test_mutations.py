@@ -11,6 +11,7 @@ where it is one are taken. Some changes are none, and are left out on purpose:
 """
 
 from collections import defaultdict
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -61,13 +62,18 @@ class Draft:
         ]
         self.other_end = dict(ends) | {r: s for s, r in ends}
 
+    def copy(self):
+        other = copy(self)
+        other.programs = [list(program) for program in self.programs]
+        return other
+
     def places(self):
         for rank, program in enumerate(self.programs):
             for index, op in enumerate(program):
                 yield rank, index, op
 
     def change(self, rank, index, **fields):
-        self.programs[rank][index] = replace(self.programs[rank][index], **fields)
+        self.programs[rank][index] = self.programs[rank][index]._replace(**fields)
 
     def drop(self, rank, index):
         """Take an operation out; whoever waited for it waits for what it waited for."""
@@ -77,7 +83,7 @@ class Draft:
             after = {i for i in op.after if i != index} | (
                 set(gone.after) if index in op.after else set()
             )
-            program[place] = replace(op, after=tuple(sorted(i - (i > index) for i in after)))
+            program[place] = op._replace(after=tuple(sorted(i - (i > index) for i in after)))
 
     def repeat(self, rank, index):
         """Put an operation in again behind itself; whoever waited for it waits for both."""
@@ -85,14 +91,14 @@ class Draft:
         for place in range(index + 1, len(program)):
             after = [i + (i > index) for i in program[place].after]
             also = [index + 1] if index in program[place].after else []
-            program[place] = replace(program[place], after=(*after, *also))
+            program[place] = program[place]._replace(after=(*after, *also))
         program.insert(index + 1, program[index])
 
     def swap(self, rank, index, other):
         """Let two operations change places, everything else staying as it is."""
         first, second = self.programs[rank][index], self.programs[rank][other]
-        self.programs[rank][index] = replace(second, after=first.after)
-        self.programs[rank][other] = replace(first, after=second.after)
+        self.programs[rank][index] = second._replace(after=first.after)
+        self.programs[rank][other] = first._replace(after=second.after)
 
     def mutated(self):
         programs = [tuple(program) for program in self.programs]
@@ -246,7 +252,7 @@ def clash(op, earlier):
 def everything_at_once(draft, rank, index, op):
     if index or len(draft.programs[rank]) < 2:
         return False
-    draft.programs[rank] = [replace(o, after=()) for o in draft.programs[rank]]
+    draft.programs[rank] = [o._replace(after=()) for o in draft.programs[rank]]
     return any(
         clash(a, b) for a in draft.programs[rank] for b in draft.programs[rank] if a is not b
     )
@@ -309,8 +315,9 @@ def mutants(name, kind):
     """Return the schedules of ``name`` with a fault of ``kind``, at a few places of many."""
     schedule = subject(name)
     found = []
-    for rank, index, _ in Draft(schedule).places():
-        draft = Draft(schedule)
+    fresh = Draft(schedule)
+    for rank, index, _ in fresh.places():
+        draft = fresh.copy()
         if KINDS[kind](draft, rank, index, draft.programs[rank][index]):
             found.append(draft.mutated())
     return found[:: -(-len(found) // PLACES) or 1]
@@ -342,7 +349,7 @@ def test_a_circle_of_waits_is_named():
 
     def receive_first(rank):
         send, receive, *_ = ring.program(rank)
-        return (replace(receive, after=()), replace(send, after=(0,)))
+        return (receive._replace(after=()), send._replace(after=(0,)))
 
     with pytest.raises(ScheduleError, match="nobody can go on: rank 0 for \\[2\\]"):
         verify_allreduce(replace(ring, program=receive_first))

@@ -291,3 +291,49 @@ def test_a_narrower_wire_is_close_and_equal_on_all_ranks(wire, tolerance):
     assert_equal_models(models[0], reference, tolerance)
     assert all(torch.equal(models[3][name], models[0][name]) for name in reference)
     assert any(not torch.equal(models[0][name], reference[name]) for name in reference)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size"), [("ring", 1), *((name, 3) for name in ALLREDUCE if name != "native")]
+)
+def test_fp8_hop_by_hop_is_close_and_equal_on_all_ranks(algorithm, size):
+    case = {"make": plain, "batch": 12, "num_samples": 45}
+    models = run_local(
+        size, lambda c: run_rank(c, algorithm=algorithm, accumulation=1, wire="fp8", **case)
+    )
+    reference = on_one_rank(**case)
+    assert_equal_models(models[0], reference, 0.1)
+    for model in models[1:]:
+        assert all(torch.equal(model[name], models[0][name]) for name in reference)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_largest_entries_alone_leave_all_ranks_equal(size):
+    case = {"make": plain, "batch": 12, "num_samples": 45}
+    models = run_local(
+        size, lambda c: run_rank(c, algorithm="ring", accumulation=2, wire="topk 10%", **case)
+    )
+    reference = on_one_rank(**case)
+    for model in models[1:]:
+        assert all(torch.equal(model[name], models[0][name]) for name in reference)
+    assert any(not torch.equal(models[0][name], reference[name]) for name in reference)
+
+
+def test_all_entries_are_the_whole_sum():
+    case = {"make": plain, "batch": 12, "num_samples": 45}
+    models = run_local(
+        3, lambda c: run_rank(c, algorithm="ring", accumulation=1, wire="topk 100%", **case)
+    )
+    assert_equal_models(models[2], on_one_rank(**case), 1e-5)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8", "topk 10%"])
+def test_with_any_wire_a_parameter_nobody_used_keeps_no_gradient(wire):
+    case = {"make": Sometimes, "batch": 12, "num_samples": 45}
+    models = run_local(
+        3, lambda c: run_rank(c, algorithm="ring", accumulation=1, wire=wire, **case)
+    )
+    # A gradient of zeros would still be decayed.
+    assert torch.equal(models[1]["never"], torch.ones(3, dtype=torch.float64))
+    for model in models[1:]:
+        assert all(torch.equal(model[name], models[0][name]) for name in model)

@@ -1,4 +1,4 @@
-"""``stretto bench step`` with real peers, small: the rows every benchmark promises."""
+"""``stretto bench`` with real peers, small: the rows every benchmark promises."""
 
 import json
 import subprocess
@@ -9,19 +9,28 @@ import pytest
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
 KEYS = {"case", "ours_s", "peer", "peer_s", "bound_s", "runs", "spread"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+
+
+def bench(*arguments: str) -> list[dict]:
+    """Run it as two ranks; return the rows."""
+    done = subprocess.run(
+        [*TORCHRUN, "stretto", "bench", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert rows
+    assert all(set(row) == KEYS for row in rows)
+    assert all(row["ours_s"] > 0 and row["peer_s"] > 0 and row["spread"] >= 0 for row in rows)
+    return rows
 
 
 def test_a_step_is_timed_against_ddp_at_every_bucket_size():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    small = ["model.blocks=1", "model.width=32", "--runs", "2", "--json"]
-    done = subprocess.run(
-        [*torchrun, "stretto", "bench", "step", *small],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert all(set(row) == KEYS and row["runs"] == 2 for row in rows)
+    rows = bench("step", "model.blocks=1", "model.width=32", "--runs", "2")
+    assert all(row["runs"] == 2 for row in rows)
     assert len([row for row in rows if row["peer"].startswith("ddp")]) == 5
     tuned = [row for row in rows if row["peer"].endswith("(tuned)")]
     assert tuned[0]["peer_s"] == min(r["peer_s"] for r in rows if r["peer"].startswith("ddp"))
@@ -36,3 +45,30 @@ def test_one_rank_alone_is_told_how_to_start_more():
     )
     assert done.returncode == 2
     assert "stretto lab --hosts 4" in done.stderr
+
+
+def test_all_reduces_are_timed_against_gloos_own_at_every_size():
+    rows = bench("collectives", "--sizes", "1KB,64KB", "--runs", "2")
+    assert all(row["runs"] == 2 and row["peer"] == "gloo" for row in rows)
+    assert all(row["bound_s"] is None for row in rows)  # one host: no link whose rate is known
+    for size in ("1 KB", "64 KB"):
+        of_size = [row for row in rows if row["case"].startswith(f"allreduce {size}, 1x2, ")]
+        assert len({row["peer_s"] for row in of_size}) == 1
+        assert f"allreduce {size}, 1x2, native" in {row["case"] for row in of_size}
+    assert len(rows) >= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "case", "words"),
+    [
+        (["--collective", "reduce-scatter"], "reduce-scatter 4 B", {"ring", "halving"}),
+        (["--collective", "all-gather"], "all-gather 4 B", {"ring", "doubling"}),
+        (["--collective", "broadcast"], "broadcast 4 B", {"binomial", "scatter-gather"}),
+        (["--wire", "bf16", "--algorithms", "hybrid,ring/2"], "allreduce 4 B as bf16", {"hybrid"}),
+        (["--wire", "fp8", "--algorithms", "all"], "allreduce 4 B as fp8", {"masters", "torus"}),
+    ],
+)
+def test_other_collectives_and_wires_are_timed_down_to_one_element(arguments, case, words):
+    rows = bench("collectives", "--sizes", "4", "--runs", "1", *arguments)
+    assert {f"{case}, 1x2, {word}" for word in words} <= {row["case"] for row in rows}
+    assert all(row["peer"] == "gloo" and row["runs"] == 1 for row in rows)

@@ -10,7 +10,12 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    *, out: Path = Path("cluster.toml"), table: bool = True, runs: int = 5, json_: bool = False
+    *,
+    out: Path = Path("cluster.toml"),
+    table: bool = True,
+    runs: int = 5,
+    device: str = "cpu",
+    json_: bool = False,
 ) -> int:
     """Measure what messages, additions and algorithms cost on the ranks this was started as.
 
@@ -24,12 +29,15 @@ def calibrate(
         Whether algorithms are timed too, for a table by message size.
     runs
         Interleaved repetitions of each algorithm; the median counts.
+    device
+        cpu (Gloo) or cuda (NCCL).
     json_
         One object a line on standard output: the rows of the table.
     """
     from stretto.cluster.detect import detect
     from stretto.errors import ConfigError
     from stretto.sim.cluster import load_cluster
+    from stretto.study.calibrate import How
     from stretto.study.calibrate import calibrate as measure
 
     world = detect()
@@ -38,11 +46,13 @@ def calibrate(
             "calibrate needs at least 2 ranks and 1 run: start it as `stretto lab --hosts 4 --rate "
             "400mbit -- stretto calibrate`, or under torchrun"
         )
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: expected cpu (Gloo) or cuda (NCCL)")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}")
     known = load_cluster(out) if out.exists() else None
     say = _say if world.rank == 0 else lambda _: None
-    found = measure(world, known, runs=runs, table=table, say=say)
+    found = measure(world, known, How(runs, table, device), say)
     if world.rank == 0:
         found.cluster.write(out)
         _print(found, as_json=json_)

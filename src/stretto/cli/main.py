@@ -1,5 +1,6 @@
 """``stretto``: the verbs, none of which is imported before it is asked for."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StrettoError as failure:
         sys.stderr.write(f"stretto: {failure}\n")
         return failure.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has had enough; nothing more can be said there.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as failure:
         sys.stderr.write(f"stretto: {failure}\n")
         return 1

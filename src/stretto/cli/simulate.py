@@ -10,7 +10,8 @@ from cyclopts import App
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stretto.sim.catalogue import Choice, PriceList
+    from stretto.sim.book import PriceList
+    from stretto.sim.catalogue import Choice
     from stretto.sim.cluster import Cluster
 
 simulate = App(name="simulate", help="Predict, on a cluster that is described but not here.")
@@ -20,7 +21,7 @@ simulate = App(name="simulate", help="Predict, on a cluster that is described bu
 def collectives(
     *,
     ranks: int | None = None,
-    ranks_per_host: int = 1,
+    ranks_per_host: int | None = None,
     sizes: str = "1KB,1MB,100MB",
     cluster: str = "gpu nodes 100gbit",
     table: bool = False,
@@ -35,7 +36,7 @@ def collectives(
     ranks
         How many; those of the cluster's description when left out.
     ranks_per_host
-        Ranks that share a host and its link.
+        Ranks that share a host and its link; 1 when left out.
     sizes
         Bytes of the tensor, as 1KB,32MB.
     cluster
@@ -59,14 +60,17 @@ def collectives(
     return 0
 
 
-def _described(name: str, ranks: int | None, per_host: int) -> "Cluster":
+def _described(name: str, ranks: int | None, per_host: int | None) -> "Cluster":
     from stretto.cluster.world import Mesh
     from stretto.sim.cluster import load_cluster
     from stretto.sim.presets import PRESETS, preset
 
     found = preset(name) if name in PRESETS or "." not in name else load_cluster(Path(name))
     if ranks is None:
+        if per_host is not None:
+            raise ConfigError(f"--ranks-per-host {per_host} is for --ranks: say how many there are")
         return found
+    per_host = 1 if per_host is None else per_host
     if ranks < 1 or per_host < 1:
         raise ConfigError(
             f"--ranks {ranks} --ranks-per-host {per_host}: expected at least 1 of each"

@@ -1,7 +1,7 @@
 """The seam under every collective: what a rank can do with its peers.
 
-Three implementations ship: processes over torch.distributed (`gloo`), threads of one
-process (`local`), and a recorder around either (`recording`).
+Processes over Gloo (`gloo`), processes with a GPU each over NCCL (`nccl`), and threads of one
+process (`local`); a recorder (`recording`) or a slow link (`emulated`) may be put around any.
 """
 
 from collections.abc import Callable, Sequence

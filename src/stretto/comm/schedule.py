@@ -4,11 +4,12 @@ One `Schedule` is proved by `stretto.comm.verify`, run by `stretto.comm.execute`
 `stretto.sim` and drawn by `stretto show`: each algorithm is written once, as data.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from stretto.errors import ScheduleError
 
@@ -23,11 +24,11 @@ class Action(Enum):
     """Receive, and replace what is held."""
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
+class Op(NamedTuple):
     """One message seen from one of its ends: the chunks ``start`` to ``stop``, to or from ``peer``.
 
-    Messages between two ranks on one lane are matched in program order.
+    Messages between two ranks on one lane are matched in program order. A tuple, since a price at
+    ten thousand ranks makes hundreds of thousands of these.
     """
 
     action: Action
@@ -56,6 +57,9 @@ class Schedule:
     period: int | None = None
     """Rank r + period does what rank r does, all peers moved on by as much (modulo ``size``): a
     price then needs ``period`` representatives, however many ranks there are."""
+    turn: int | None = None
+    """Ranks stand in blocks of so many, and turning all blocks by one place maps the schedule onto
+    itself: the first rank of a block does what the others do. A multiple of it is the period."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +87,26 @@ def one_after_another(*programs: Program) -> Program:
     """Return the program in which each of ``programs`` begins when the one before it has ended."""
     ops: list[Op] = []
     ends: tuple[int, ...] = ()
-    for program in programs:
+    for program in filter(None, programs):
         first = len(ops)
-        for op in program:
-            after = tuple(first + index for index in op.after) or ends
-            ops.append(Op(op.action, op.peer, op.start, op.stop, after, op.lane))
-        if program:
-            needed = {index for op in ops[first:] for index in op.after}
-            ends = tuple(index for index in range(first, len(ops)) if index not in needed)
+        ops += [
+            Op(op.action, op.peer, op.start, op.stop, after or ends, op.lane)
+            for op, after in zip(program, _waits(program, first), strict=True)
+        ]
+        needed = set[int]().union(*[op.after for op in ops[first:]])
+        ends = tuple([index for index in range(first, len(ops)) if index not in needed])
     return tuple(ops)
+
+
+def _waits(program: Program, by: int) -> Iterator[tuple[int, ...]]:
+    """Yield what each operation waits for, were there ``by`` others before the first."""
+    before: tuple[int, ...] = ()
+    moved = before
+    for op in program:
+        if op.after != before:  # most wait for what the one before them waits for
+            before = op.after
+            moved = tuple([by + index for index in before])
+        yield moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +124,21 @@ class Placing:
 
     def program(self, schedule: Schedule, rank: int) -> Program:
         """Return what ``rank`` does in it, in the larger schedule's terms; nothing if not in it."""
-        if rank not in self.members:
+        members, offset, scale = self.members, self.offset, self.scale
+        if rank not in members:
             return ()
         return tuple(
-            Op(
-                op.action,
-                self.members[op.peer],
-                self.offset + op.start * self.scale,
-                self.offset + op.stop * self.scale,
-                op.after,
-                self.lane + op.lane,
-            )
-            for op in schedule.program(self.members.index(rank))
+            [
+                Op(
+                    action,
+                    members[peer],
+                    offset + start * scale,
+                    offset + stop * scale,
+                    after,
+                    self.lane + lane,
+                )
+                for action, peer, start, stop, after, lane in schedule.program(members.index(rank))
+            ]
         )
 
 
@@ -177,10 +195,7 @@ def pipelined(schedule: Schedule, parts: int, width: int = 1) -> Schedule:
     one is in the next; where a schedule has a single phase, ``width`` copies of each lane let
     that many parts travel beside each other.
     """
-    chunks = schedule.num_chunks
-    return _repeated(
-        schedule, parts, width, lambda op, part: (op.start + part * chunks, op.stop + part * chunks)
-    )
+    return _repeated(schedule, parts, width, schedule.num_chunks)
 
 
 def sliced(schedule: Schedule, parts: int, width: int = 1) -> Schedule:
@@ -189,18 +204,11 @@ def sliced(schedule: Schedule, parts: int, width: int = 1) -> Schedule:
     As `pipelined`, but a chunk stays in one piece, so whoever owned it still owns one range. For
     schedules whose messages are single chunks.
     """
-    return _repeated(
-        schedule,
-        parts,
-        width,
-        lambda op, part: (op.start * parts + part, op.start * parts + part + 1),
-    )
+    return _repeated(schedule, parts, width, step=1, scale=parts)
 
 
-def _repeated(
-    schedule: Schedule, parts: int, width: int, place: Callable[[Op, int], tuple[int, int]]
-) -> Schedule:
-    """Run ``schedule`` once for each part, which finds its chunks at ``place(op, part)``."""
+def _repeated(schedule: Schedule, parts: int, width: int, step: int, scale: int = 1) -> Schedule:
+    """Run ``schedule`` once for each part, its chunk c being the chunk c * scale + part * step."""
     if parts == 1:
         return schedule
 
@@ -209,15 +217,17 @@ def _repeated(
         ops: list[Op] = []
         last_on: dict[int, int] = {}
         for part in range(parts):
-            first, entered = len(ops), set[int]()
-            for op in base:
-                lane = op.lane * width + part % width
-                after = tuple(first + index for index in op.after)
-                if lane not in entered and lane in last_on:  # a part never joins another's round
-                    after += (last_on[lane],)
-                entered.add(lane)
+            shift, entered = part * step, set[int]()
+            for op, after in zip(base, _waits(base, len(ops)), strict=True):
+                action, peer, start, stop, _, lane = op
+                lane = lane * width + part % width
+                if lane not in entered:
+                    entered.add(lane)
+                    if part >= width:  # a part never joins another's round
+                        after += (last_on[lane],)
                 last_on[lane] = len(ops)
-                ops.append(Op(op.action, op.peer, *place(op, part), after, lane))
+                last = (stop - 1) * scale + shift
+                ops.append(Op(action, peer, start * scale + shift, last + 1, after, lane))
         return tuple(ops)
 
     return replace(

@@ -35,7 +35,8 @@ class Trial:
     @property
     def repeat(self) -> int:
         """Calls that are timed as one: short ones together, so that the clock is no part of it."""
-        return 20 if self.num_bytes <= 64_000 else 5 if self.num_bytes <= 1_000_000 else 1
+        small, medium, large = (100, 50, 10) if self.device == "cuda" else (20, 5, 1)
+        return small if self.num_bytes <= 64_000 else medium if self.num_bytes <= 1e6 else large
 
     def tensor(self) -> Tensor:
         """Return zeros: sums of them stay what they are, however often they are summed."""
@@ -70,17 +71,26 @@ def time_collective(
 
 def back_end(trial: Trial, size: int) -> Callable[[], None]:
     """Return the default group's own collective, as anybody would call it."""
-    tensor = trial.tensor()
-    tensor = tensor[: tensor.numel() // size * size] if tensor.numel() >= size else tensor
-    share = torch.zeros(max(1, tensor.numel() // size), device=trial.device)
+    each = max(1, trial.tensor().numel() // size)
+    tensor = torch.zeros(each * size, device=trial.device)
+    share = torch.zeros(each, device=trial.device)
     calls: dict[str, Callable[[], object]] = {
         "allreduce": lambda: dist.all_reduce(tensor),
-        "reduce-scatter": lambda: dist.reduce_scatter_tensor(share, tensor),
-        "all-gather": lambda: dist.all_gather_into_tensor(tensor, share),
+        "reduce-scatter": lambda: _newest("reduce_scatter")(share, tensor),
+        "all-gather": lambda: _newest("all_gather")(tensor, share),
         "broadcast": lambda: dist.broadcast(tensor, 0),
     }
     call = calls[trial.collective]
     return lambda: _drop(call())
+
+
+def _newest(name: str) -> Callable[[Tensor, Tensor], object]:
+    """Return a collective on whole tensors under the name that this PyTorch has for it."""
+    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
+    call: Callable[[Tensor, Tensor], object] = getattr(
+        dist, f"{name}_single", getattr(dist, older[name])
+    )
+    return call
 
 
 def _contender(trial: Trial, word: str, courier: Courier, channel: Channel) -> Callable[[], None]:

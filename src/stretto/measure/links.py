@@ -57,23 +57,24 @@ class _Work:
     core_s: float
 
 
-def measure_links(channel: Channel, say: Callable[[str], None]) -> Links:
-    """Measure everything; takes some ten seconds."""
+def measure_links(channel: Channel, say: Callable[[str], None], device: str = "cpu") -> Links:
+    """Measure everything with tensors on ``device``; takes some ten seconds."""
     mesh = channel.mesh
+    bench = _Bench(channel, device)
     machines = _machines(channel)
     between = inside = None
     if mesh.hosts > 1:
         say("messages between two hosts")
-        between = _cost(channel, {0: mesh.on_host(1).start, mesh.on_host(1).start: 0})
+        between = bench.cost({0: mesh.on_host(1).start, mesh.on_host(1).start: 0})
     if max(mesh.ranks_per_host) > 1:
         say("messages inside a host")
-        inside = _cost(channel, _neighbours(mesh))
+        inside = bench.cost(_neighbours(mesh))
     say("additions, and the back end's own sum")
     return Links(
         between,
         inside,
-        _addition(channel),
-        _native(channel),
+        bench.addition(),
+        bench.native(),
         len(set(machines)),
         psutil.cpu_count() or 1,
     )
@@ -89,70 +90,80 @@ def _neighbours(mesh: Mesh) -> dict[int, int]:
     return pairs
 
 
-def _cost(channel: Channel, pairs: Mapping[int, int]) -> Cost:
-    """Time ``pairs`` of ranks that exchange tiny and large messages; the first pair alone first."""
-    first = next(iter(pairs))
-    alone = {first: pairs[first], pairs[first]: first}
-    tiny = _repeat(channel, alone, _TINY, 100)
-    many = _repeat(channel, alone, _TINY, 1000)
-    large = [_repeat(channel, alone, _LARGE, 1) for _ in range(5)]
-    busy = _repeat(channel, pairs, _LARGE, 6)
-    return Cost(
-        latency_s=min(tiny.seconds / 100, many.seconds / 1000),
-        bytes_per_s=_LARGE / statistics.median(work.seconds for work in large),
-        core_s_per_byte=busy.core_s / (len(pairs) * _LARGE * 6),
-        core_s_per_message=many.core_s / (2 * 1000),
-    )
+class _Bench:
+    """Where things are timed: a channel, and the kind of memory that tensors lie in."""
 
+    def __init__(self, channel: Channel, device: str) -> None:
+        self._channel = channel
+        self._device = device
+        self._finish: Callable[[], None] = (
+            torch.cuda.synchronize if device == "cuda" else lambda: None
+        )
 
-def _repeat(channel: Channel, pairs: Mapping[int, int], num_bytes: int, times: int) -> _Work:
-    """Have every pair exchange ``num_bytes`` so many times, both ways at once."""
-    peer = pairs.get(channel.rank)
-    out = torch.zeros(num_bytes, dtype=torch.uint8)
-    room = torch.zeros(num_bytes, dtype=torch.uint8)
+    def cost(self, pairs: Mapping[int, int]) -> Cost:
+        """Time ``pairs`` of ranks that exchange tiny and large messages; the first pair alone."""
+        first = next(iter(pairs))
+        alone = {first: pairs[first], pairs[first]: first}
+        tiny = [self._exchange(alone, _TINY, 100) for _ in range(10)]
+        large = [self._exchange(alone, _LARGE, 1) for _ in range(5)]
+        busy = self._exchange(pairs, _LARGE, 6)
+        return Cost(
+            # The quickest: whatever disturbs a message makes it longer.
+            latency_s=min(work.seconds for work in tiny) / 100,
+            bytes_per_s=_LARGE / statistics.median(work.seconds for work in large),
+            core_s_per_byte=busy.core_s / (len(pairs) * _LARGE * 6),
+            core_s_per_message=min(work.core_s for work in tiny) / (2 * 100),
+        )
 
-    def work() -> None:
-        for _ in range(times if peer is not None else 0):
-            assert peer is not None
-            channel.exchange([Parcel(peer, out)], [Parcel(peer, room)])
+    def addition(self) -> float:
+        """Return core-seconds for each byte that is added, every rank adding at once."""
+        left, right = (torch.zeros(_LARGE // 4, device=self._device) for _ in range(2))
+        times = []
+        meet_all(self._channel)
+        for _ in range(5):
+            start_s = time.thread_time()
+            left.add_(right)
+            times.append((time.thread_time() - start_s) / _LARGE)
+        total = torch.tensor([statistics.median(times)], dtype=torch.float64)
+        add_up_(total, self._channel)
+        return float(total) / self._channel.size
 
-    return _watched(channel, work)
+    def native(self) -> float:
+        """Return the seconds of the back end's own sum of a few bytes."""
+        tensor = torch.zeros(2, device=self._device)
+        times = []
+        for _ in range(20):
+            meet_all(self._channel)
+            start_s = time.perf_counter()
+            add_up_(tensor, self._channel)
+            self._finish()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
 
+    def _exchange(self, pairs: Mapping[int, int], num_bytes: int, times: int) -> _Work:
+        """Have every pair exchange ``num_bytes`` so many times, both ways at once."""
+        peer = pairs.get(self._channel.rank)
+        out, room = (
+            torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        )
 
-def _watched(channel: Channel, work: Callable[[], None]) -> _Work:
-    meet_all(channel)
-    core_s, start_s = time.process_time(), time.perf_counter()
-    work()
-    took = torch.zeros(channel.size, 2, dtype=torch.float64)
-    took[channel.rank, 0] = time.perf_counter() - start_s
-    took[channel.rank, 1] = time.process_time() - core_s
-    add_up_(took, channel)
-    return _Work(float(took[:, 0].max()), float(took[:, 1].sum()))
+        def work() -> None:
+            for _ in range(times if peer is not None else 0):
+                assert peer is not None
+                self._channel.exchange([Parcel(peer, out)], [Parcel(peer, room)])
+                self._finish()
 
+        return self._watched(work)
 
-def _addition(channel: Channel) -> float:
-    """Return core-seconds for each byte that is added, every rank adding at once."""
-    left, right = torch.zeros(_LARGE // 4), torch.ones(_LARGE // 4)
-    times = []
-    meet_all(channel)
-    for _ in range(5):
-        start_s = time.thread_time()
-        left.add_(right)
-        times.append((time.thread_time() - start_s) / _LARGE)
-    total = torch.tensor([statistics.median(times)], dtype=torch.float64)
-    add_up_(total, channel)
-    return float(total) / channel.size
-
-
-def _native(channel: Channel) -> float:
-    tensor = torch.zeros(2)
-    times = []
-    for _ in range(20):
-        meet_all(channel)
-        start_s = time.perf_counter()
-        add_up_(tensor, channel)
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
+    def _watched(self, work: Callable[[], None]) -> _Work:
+        meet_all(self._channel)
+        core_s, start_s = time.process_time(), time.perf_counter()
+        work()
+        took = torch.zeros(self._channel.size, 2, dtype=torch.float64)
+        took[self._channel.rank, 0] = time.perf_counter() - start_s
+        took[self._channel.rank, 1] = time.process_time() - core_s
+        add_up_(took, self._channel)
+        return _Work(float(took[:, 0].max()), float(took[:, 1].sum()))
 
 
 def _machines(channel: Channel) -> list[str]:

@@ -1,6 +1,7 @@
 """Prices before anything is sent: clusters as numbers, an event engine, the cheapest algorithm."""
 
-from stretto.sim.catalogue import Choice, PriceList, Row, choose, price_all
+from stretto.sim.book import PriceList, Row
+from stretto.sim.catalogue import Choice, choose, price_all
 from stretto.sim.closed import closed_form
 from stretto.sim.cluster import Cluster, Cpu, Transport, load_cluster
 from stretto.sim.presets import PRESETS, preset

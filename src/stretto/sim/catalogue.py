@@ -4,42 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.comm.algorithms import ALLREDUCE, Algorithm
-from stretto.comm.schedule import Schedule
 from stretto.errors import ConfigError, StrettoError
+from stretto.sim.book import AS_GOOD, PriceBook, PriceList, Row
 from stretto.sim.cluster import Cluster
-from stretto.sim.price import Price, price
 from stretto.sim.serial import serial_steps
 from stretto.units import format_bytes, format_s
 
 PARTS = (1, 2, 4, 8)
 _PLAIN = "ring"
 """What the winner is compared with: everybody knows it."""
-_AS_GOOD = 1.01
-"""Within a hundredth nobody can measure a difference: take what is simpler, or the same again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One algorithm, in so many parts, at one size."""
-
-    name: str
-    parts: int
-    num_bytes: int
-    price: Price
-    schedule: Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class PriceList:
-    """Rows by size, the cheapest of each size first."""
-
-    rows: tuple[Row, ...]
-    left_out: Mapping[str, str]
-    """Algorithms that could not be priced, and why."""
-
-    def at(self, num_bytes: int) -> list[Row]:
-        """Return the rows of one size, the cheapest first."""
-        return [row for row in self.rows if row.num_bytes == num_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +34,8 @@ def price_all(
     algorithms: Mapping[str, Algorithm] = ALLREDUCE,
 ) -> PriceList:
     """Price every algorithm, in every number of parts that changes it, at every size."""
-    rows: list[Row] = []
-    left_out: dict[str, str] = {}
-    for name, algorithm in algorithms.items():
-        made: set[str] = set()
-        for count in parts:
-            schedule = algorithm(cluster.mesh, count)
-            if schedule.name in made:
-                continue
-            made.add(schedule.name)
-            try:
-                rows += [
-                    Row(name, count, size, price(schedule, size, cluster), schedule)
-                    for size in sizes
-                ]
-            except StrettoError as reason:
-                left_out[schedule.name] = str(reason)
-    ordered = sorted(rows, key=lambda row: (row.num_bytes, row.price.seconds, row.parts))
-    return PriceList(tuple(ordered), left_out)
+    book = PriceBook(cluster, algorithms)
+    return book.price(book.candidates(parts), sizes)
 
 
 def choose(
@@ -93,35 +50,46 @@ def choose(
     """
     if not sizes:
         raise ConfigError("no message sizes to choose for; give some, such as 1KB,1MB,32MB")
-    prices = price_all(cluster, sorted(set(sizes)), parts, algorithms)
+    book = PriceBook(cluster, algorithms)
+    prices = book.price(book.candidates(parts), sizes, AS_GOOD)
+    return tuple(explained(row, book) for row in picked(prices))
+
+
+def picked(prices: PriceList) -> list[Row]:
+    """Return the rows to take: each from its size on, until the next."""
     if not prices.rows:
         why = "; ".join(prices.left_out.values())
         raise StrettoError(f"none of the algorithms could be priced: {why}")
-    choices: list[Choice] = []
-    before: tuple[str, int] | None = None
-    for size in sorted(set(sizes)):
-        best = _best(prices.at(size), before)
-        if (best.name, best.parts) != before:
-            reason = _reason(best, prices.at(size), cluster)
-            choices.append(Choice(size, best.name, best.parts, best.price.seconds, reason))
-        before = best.name, best.parts
-    return tuple(choices)
+    found: list[Row] = []
+    for size in sorted({row.num_bytes for row in prices.rows}):
+        best = _best(prices.at(size), found[-1] if found else None)
+        if not found or (best.name, best.parts) != (found[-1].name, found[-1].parts):
+            found.append(best)
+    return found
 
 
-def _best(rows: Sequence[Row], before: tuple[str, int] | None) -> Row:
-    good = [row for row in rows if row.price.seconds <= _AS_GOOD * rows[0].price.seconds]
-    again = [row for row in good if (row.name, row.parts) == before]
-    return again[0] if again else min(good, key=lambda row: (row.parts, row.price.seconds))
+def _best(rows: Sequence[Row], before: Row | None) -> Row:
+    """Of what is as good as the cheapest, take the same again, or what is simpler."""
+    good = [row for row in rows if row.price.seconds <= AS_GOOD * rows[0].price.seconds]
+    again = [row for row in good if before and (row.name, row.parts) == (before.name, before.parts)]
+    return again[0] if again else min(good, key=lambda row: (row.parts, row.about_s))
 
 
-def _reason(best: Row, rows: Sequence[Row], cluster: Cluster) -> str:
-    """Say in words what saves the winner most against the ring, or against who is next."""
-    others = [row for row in rows if row.name != best.name]
+def explained(row: Row, book: PriceBook) -> Choice:
+    """Return a row to take with the reason: what it saves most against the ring, or the next."""
+    return Choice(row.num_bytes, row.name, row.parts, row.price.seconds, _reason(row, book))
+
+
+def _reason(best: Row, book: PriceBook) -> str:
+    others = [name for name in book.algorithms if name != best.name]
     if not others:
         return "the only one there is"
-    plain = [row for row in others if row.name == _PLAIN and row.parts == 1]
-    other = plain[0] if plain else others[0]
-    saved = [*_savings(best, other, cluster), *_overlap(best, rows)]
+    names = [_PLAIN] if _PLAIN in others else others
+    prices = book.price([(name, 1) for name in names], [best.num_bytes], within=1.0)
+    if not prices.rows:
+        return f"{format_s(best.price.seconds)}, and no other has a price"
+    other = prices.rows[0]
+    saved = [*_savings(best, other, book.cluster), *_overlap(best, book)]
     seconds, words = max(saved)
     if seconds > 0:
         return words
@@ -155,11 +123,10 @@ def _savings(best: Row, other: Row, cluster: Cluster) -> list[tuple[float, str]]
     ]
 
 
-def _overlap(best: Row, rows: Sequence[Row]) -> list[tuple[float, str]]:
+def _overlap(best: Row, book: PriceBook) -> list[tuple[float, str]]:
     """Return what it saves that the parts are in different phases at once."""
-    whole = [row for row in rows if row.name == best.name and row.parts == 1]
-    if best.parts == 1 or not whole:
+    if best.parts == 1:
         return []
-    seconds = whole[0].price.seconds
+    seconds = book.row((best.name, 1), best.num_bytes).price.seconds
     words = f"{best.parts} parts overlap: {format_s(best.price.seconds)} instead of "
     return [(seconds - best.price.seconds, words + f"{format_s(seconds)} in one")]

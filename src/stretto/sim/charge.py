@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.comm.schedule import chunk_bounds
+from stretto.sim.alike import Alike
 from stretto.sim.cluster import Cluster
 from stretto.sim.outline import Messages, Outline, Rounds
 from stretto.sim.tasks import Floats, Ints, Tasks, summed
@@ -54,7 +55,7 @@ class Charge:
     """Of each message."""
     source: Ints
     target: Ints
-    """The ranks that send and receive it, as they are laid out."""
+    """Who sends and receives it, by place among the ranks laid out."""
     between: NDArray[np.bool_]
     """Whether it goes from one host to another."""
     tasks: Tasks
@@ -72,14 +73,15 @@ def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
     kept = size > 0
     size, messages = size[kept], _some(outline.messages, kept)
     hosts = _Hosts(cluster)
-    source = outline.rounds.rank[messages.source]
-    target = (source + messages.distance) % outline.schedule.size
-    between = hosts.of(source) != hosts.of(target)
-    target = target % outline.num_ranks
+    alike = outline.alike
+    ranks, source = alike.ranks, outline.rounds.rank[messages.source]
+    target = alike.target(ranks[source], messages.way)
+    between = hosts.of(ranks[source]) != hosts.of(target)
+    target = alike.stand_in(target)
     shared = cluster.cpu.pool == "shared"
-    num_hosts = int(hosts.of(np.array([outline.num_ranks - 1]))[0]) + 1
-    sites = Sites(num_hosts, 1 if shared else num_hosts, outline.num_ranks)
-    places = _Places(hosts, sites, cluster, outline.copies)
+    num_hosts = int(hosts.of(ranks[-1:])[0]) + 1
+    sites = Sites(num_hosts, 1 if shared else num_hosts, alike.num_ranks)
+    places = _Places(hosts.of(ranks), sites, cluster, alike)
     work, resource, load = places.messages(size, between, source, target)
     added = summed(messages.target, size * messages.added, len(outline.rounds))
     add_work, add_resource, add_load = places.additions(added, outline.rounds.rank)
@@ -105,7 +107,7 @@ def message_bytes(outline: Outline, num_bytes: int) -> Floats:
     """
     chunks, messages = outline.schedule.num_chunks, outline.messages
     numel = -(-num_bytes // ELEMENT_BYTES)
-    if numel >= chunks or outline.copies > 1:
+    if numel >= chunks or outline.alike.copies > 1:
         count = messages.stop - messages.start
         return count.astype(np.float64) * (num_bytes / chunks)
     bounds = np.array(chunk_bounds(numel, chunks), dtype=np.int64)
@@ -127,22 +129,23 @@ class _Hosts:
 class _Places:
     """Who uses which resource how much.
 
-    A pool that all hosts share also works for the ranks that are not laid out, which do the same
-    at the same time.
+    A host's link and cores also work for the ranks of the host that are not laid out, which do the
+    same at the same time, and a pool that all hosts share for those of all hosts.
     """
 
-    hosts: _Hosts
+    host: Ints
+    """Of each rank that is laid out."""
     sites: Sites
     cluster: Cluster
-    copies: int
+    alike: Alike
 
     @property
     def _cores(self) -> float:
         cpu = self.cluster.cpu
-        return cpu.cores / self.copies if cpu.pool == "shared" else cpu.cores
+        return cpu.cores / (self.alike.copies if cpu.pool == "shared" else self.alike.on_host)
 
     def _pool(self, rank: Ints) -> Ints:
-        own = self.hosts.of(rank) if self.sites.pools > 1 else np.zeros_like(rank)
+        own = self.host[rank] if self.sites.pools > 1 else np.zeros_like(rank)
         return 2 * self.sites.hosts + own
 
     def messages(
@@ -157,13 +160,14 @@ class _Places:
         link, core = np.where(between, wire, 0.0) / work, half / work
         threads = 2 * sites.hosts + sites.pools
         resource = [
-            self.hosts.of(source),
-            sites.hosts + self.hosts.of(target),
+            self.host[source],
+            sites.hosts + self.host[target],
             self._pool(source),
             self._pool(target),
             threads + source,
             threads + target,
         ]
+        link = link * self.alike.on_host
         load = [link, link, core / self._cores, core / self._cores, core, core]
         return work, np.stack(resource, axis=1), np.stack(load, axis=1)
 
@@ -186,7 +190,7 @@ def _some(messages: Messages, kept: NDArray[np.bool_]) -> Messages:
         messages.start[kept],
         messages.stop[kept],
         messages.added[kept],
-        messages.distance[kept],
+        messages.way[kept],
     )
 
 

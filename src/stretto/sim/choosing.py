@@ -6,8 +6,9 @@ from dataclasses import replace
 from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE, Algorithm
 from stretto.comm.algorithms.table import AlgorithmTable, Choice, parse_table
+from stretto.sim.book import AS_GOOD, PriceBook
 from stretto.sim.catalogue import Choice as Row
-from stretto.sim.catalogue import choose, price_all
+from stretto.sim.catalogue import explained, picked
 from stretto.sim.cluster import Cluster
 from stretto.sim.presets import preset
 
@@ -55,17 +56,14 @@ def choose_rows(cluster: Cluster, known: Mapping[str, Algorithm] = ALLREDUCE) ->
 
     Only what is near the best as a whole is tried in parts too.
     """
-    whole = price_all(cluster, SIZES, (1,), known)
-    near = {
-        row.name
-        for size in LARGE
-        for row in whole.at(size)
-        if row.price.seconds <= _NEAR * whole.at(size)[0].price.seconds
-    }
-    small = choose(cluster, SMALL, (1,), known)
-    large = choose(cluster, LARGE, PARTS, {name: known[name] for name in known if name in near})
+    book = PriceBook(cluster, known)
+    whole = book.candidates((1,))
+    small = picked(book.price(whole, SMALL, AS_GOOD))
+    near = {row.name for row in book.price(whole, LARGE, _NEAR).rows}
+    in_parts = book.candidates(PARTS, [name for name in known if name in near])
+    large = picked(book.price(in_parts, LARGE, AS_GOOD))
     again = (small[-1].name, small[-1].parts) == (large[0].name, large[0].parts)
-    return [*small, *large[again:]]
+    return [explained(row, book) for row in (*small, *large[again:])]
 
 
 def table_of(rows: Sequence[Row]) -> AlgorithmTable:

@@ -17,7 +17,7 @@ import numpy as np
 
 from stretto.errors import ScheduleError, StrettoError
 from stretto.sim.fair import Uses, fair_speeds, fair_speeds_of_few
-from stretto.sim.tasks import Floats, Ints, Run, Tasks
+from stretto.sim.tasks import Floats, Ints, Run, Tasks, Waits, successors
 
 FEW_RESOURCES = 80
 MANY_AT_ONCE = 150
@@ -59,7 +59,7 @@ class _Single:
         self._tasks = tasks
         self._kind, self._speeds = _kinds(tasks)
         self._delay, self._left = tasks.delay_s.tolist(), tasks.work_s.tolist()
-        order, starts = _successors(tasks)
+        order, starts = successors(tasks.earlier, tasks.later, len(tasks))
         flat, bounds = order.tolist(), starts.tolist()
         self._after = [flat[a:b] for a, b in itertools.pairwise(bounds)]
         self._missing = np.bincount(tasks.later, minlength=len(tasks)).tolist()
@@ -130,8 +130,7 @@ class _Columns:
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._successor, self._first = _successors(tasks)
-        self._missing = np.bincount(tasks.later, minlength=len(tasks))
+        self._waits = Waits(tasks.earlier, tasks.later, len(tasks))
         self._start, self._end = np.full(len(tasks), -1.0), np.full(len(tasks), -1.0)
         self._coming: list[tuple[float, int, Ints]] = []
         self._pushed = 0
@@ -143,7 +142,7 @@ class _Columns:
     def run(self, patience: int | None = None) -> Run | None:
         """Return None where few tasks were under way in the first ``patience`` events."""
         now, events, at_once = 0.0, 0, 0
-        self._settle(np.flatnonzero(self._missing == 0), now)
+        self._settle(self._waits.over(), now)
         while self._working.size or self._coming:
             events += 1
             at_once += len(self._working)
@@ -175,7 +174,7 @@ class _Columns:
             done.append(self._begin(heapq.heappop(self._coming)[2]))
         ended = np.concatenate(done)
         self._end[ended] = then
-        self._settle(self._release(ended), then)
+        self._settle(self._waits.release(ended), then)
         return then
 
     def _settle(self, ready: Ints, now: float) -> None:
@@ -189,7 +188,7 @@ class _Columns:
                 heapq.heappush(self._coming, entry)
             ended = self._begin(ready[delay == 0])
             self._end[ended] = now
-            ready = self._release(ended)
+            ready = self._waits.release(ended)
 
     def _begin(self, arrived: Ints) -> Ints:
         """Let ``arrived`` work; return those that have nothing to do."""
@@ -200,17 +199,6 @@ class _Columns:
         idle: Ints = arrived[work == 0]
         return idle
 
-    def _release(self, ended: Ints) -> Ints:
-        """Return the tasks for which one of ``ended`` was the last they waited for."""
-        first, count = self._first[ended], self._first[ended + 1] - self._first[ended]
-        total = int(count.sum())
-        if not total:
-            return np.empty(0, dtype=np.int64)
-        within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
-        freed: Ints = self._successor[np.repeat(first, count) + within]
-        np.subtract.at(self._missing, freed, 1)
-        return np.unique(freed[self._missing[freed] == 0]).astype(np.int64)
-
     def _share(self) -> None:
         tasks, working = self._tasks, self._working
         once = np.ones(len(working))
@@ -218,13 +206,6 @@ class _Columns:
             tasks.resource[working], tasks.load[working], once, tasks.num_resources
         )
         self._changed = False
-
-
-def _successors(tasks: Tasks) -> tuple[Ints, Ints]:
-    """Return all successors, task after task, and where each task's begin."""
-    order = np.argsort(tasks.earlier, kind="stable")
-    count = np.bincount(tasks.earlier, minlength=len(tasks))
-    return tasks.later[order], np.concatenate([[0], np.cumsum(count)])
 
 
 Mixture = tuple[int, ...]

@@ -1,19 +1,18 @@
 """A schedule as columns, both ends of every message joined: what is there before it has a size.
 
-Where a shift of the ranks maps a schedule onto itself, only the ranks of one period are laid out:
-a message to a rank outside is one to the rank inside that does the same, at the same times.
+Where ranks are alike, only those that stand for all are laid out: a message to another rank is one
+to the rank that stands for it, which does the same at the same times.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.cluster.world import Mesh
 from stretto.comm.schedule import Action, Program, Schedule, rounds
 from stretto.errors import ScheduleError, StrettoError
+from stretto.sim.alike import Alike, all_different, by_program
 from stretto.sim.tasks import Ints
 
 MOST_OPERATIONS = 3_000_000
@@ -25,6 +24,7 @@ class Rounds:
     """The rounds of all ranks that are laid out, rank after rank."""
 
     rank: Ints
+    """Its place among those laid out."""
     lane: Ints
     earlier: Ints
     later: Ints
@@ -46,8 +46,8 @@ class Messages:
     stop: Ints
     added: Ints
     """1 where the receiver adds, 0 where it copies."""
-    distance: Ints
-    """From the sender up to the receiver, modulo the number of ranks."""
+    way: Ints
+    """From the sender to the receiver, as `Alike` counts it."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -55,54 +55,35 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A schedule's rounds and messages; ``copies`` as many others do the same elsewhere."""
+    """A schedule's rounds and messages, of those ranks that stand for all."""
 
     schedule: Schedule
-    num_ranks: int
-    """Ranks that are laid out, from 0 on."""
+    alike: Alike
     rounds: Rounds
     messages: Messages
 
-    @property
-    def copies(self) -> int:
-        """Return how many ranks each rank stands for."""
-        return self.schedule.size // self.num_ranks
-
-
-def representatives(schedule: Schedule, mesh: Mesh | None) -> int:
-    """Return how many ranks stand for all: whole hosts of ``mesh``, where one is given."""
-    n = schedule.size
-    if schedule.period is None or n == 1:
-        return n
-    period = math.gcd(schedule.period, n)
-    if mesh is None:
-        return period
-    each = set(mesh.ranks_per_host)
-    return math.lcm(period, each.pop()) if len(each) == 1 else n
-
 
 @lru_cache(maxsize=4)
-def outline(schedule: Schedule, num_ranks: int) -> Outline:
-    """Lay out the first ``num_ranks`` ranks, which stand for all.
+def outline(schedule: Schedule, alike: Alike | None = None) -> Outline:
+    """Lay out the ranks that stand for all; every rank where none are said to be alike.
 
     Raises:
         ScheduleError: An end without its other end.
         StrettoError: Too many operations to follow them all.
     """
-    _check_size(schedule, num_ranks)
-    symmetric = num_ranks < schedule.size and schedule.period is not None
-    read = math.gcd(schedule.period or 0, num_ranks) if symmetric else num_ranks
+    alike = alike or all_different(schedule)
+    read = by_program(schedule) if alike.copies > 1 else alike
+    _check_size(schedule, alike)
     reader = _Reader(schedule)
-    for rank in range(read):
+    for rank in read.ranks.tolist():
         reader.add(rank, schedule.program(rank))
         if len(reader.peer) > MOST_OPERATIONS:
             raise StrettoError(_too_large(schedule, f"more than {MOST_OPERATIONS:,}"))
     ops, cut = reader.columns()
-    if read < num_ranks:
-        again = _Again(read, num_ranks // read)
-        ops = again.operations(ops, len(cut), schedule.size)
-        cut = again.rounds(cut)
-    return Outline(schedule, num_ranks, cut, _joined(schedule, num_ranks, ops))
+    if read != alike:
+        ops, cut = _spread(ops, cut, read, alike.ranks)
+    cut = replace(cut, rank=alike.stand_in(cut.rank))
+    return Outline(schedule, alike, cut, _joined(schedule, alike, ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +131,17 @@ class _Reader:
 
     def add(self, rank: int, program: Program) -> None:
         """Read one rank's program; programs of one shape are cut into rounds once."""
-        shape = tuple([(op.lane, op.after) for op in program])
-        cut = self.known.get(shape)
+        action, peer, start, stop, after, lane = zip(*program, strict=True) if program else [()] * 6
+        cut = self.known.get((lane, after))
         if cut is None:
-            cut = self.known[shape] = _cut(self.schedule, rank, program)
+            cut = self.known[lane, after] = _cut(self.schedule, rank, program)
         first = len(self.round_rank)
         self.rank += [rank] * len(program)
-        self.peer += [op.peer for op in program]
-        self.action += [op.action for op in program]
-        self.start += [op.start for op in program]
-        self.stop += [op.stop for op in program]
-        self.lane += [op.lane for op in program]
+        self.peer += peer
+        self.action += action
+        self.start += start
+        self.stop += stop
+        self.lane += lane
         self.home.append(cut.home + first)
         self.round_rank += [rank] * len(cut.lanes)
         self.round_lane += cut.lanes
@@ -169,6 +150,7 @@ class _Reader:
     def columns(self) -> tuple[_Operations, Rounds]:
         """Return what was read."""
         pairs = np.concatenate(self.pairs)
+        send, add = Action.SEND, Action.ADD
         ops = _Operations(
             rank=np.array(self.rank, dtype=np.int64),
             peer=np.array(self.peer, dtype=np.int64),
@@ -176,45 +158,60 @@ class _Reader:
             stop=np.array(self.stop, dtype=np.int64),
             lane=np.array(self.lane, dtype=np.int64),
             home=np.concatenate(self.home),
-            sends=np.array([action is Action.SEND for action in self.action], dtype=np.bool_),
-            adds=np.array([action is Action.ADD for action in self.action], dtype=np.bool_),
+            sends=np.array([action is send for action in self.action], dtype=np.bool_),
+            adds=np.array([action is add for action in self.action], dtype=np.bool_),
         )
         rank, lane = (np.array(c, dtype=np.int64) for c in (self.round_rank, self.round_lane))
         return ops, Rounds(rank, lane, pairs[:, 0], pairs[:, 1])
 
 
+def _spread(ops: _Operations, cut: Rounds, read: Alike, ranks: Ints) -> tuple[_Operations, Rounds]:
+    """Give each of ``ranks`` what was read of the rank that stands for it.
+
+    Of chunks only the number is right then, not the place.
+    """
+    source = read.stand_in(ranks)
+    its_ops = _Runs.of(read.stand_in(ops.rank), read.num_ranks, source)
+    its_rounds = _Runs.of(read.stand_in(cut.rank), read.num_ranks, source)
+    its_pairs = _Runs.of(read.stand_in(cut.rank)[cut.later], read.num_ranks, source)
+    at, rank = its_ops.index, ranks[its_ops.turn]
+    shift = its_rounds.shift
+    moved = _Operations(
+        rank=rank,
+        peer=read.target(rank, read.way(ops.rank, ops.peer)[at]),
+        start=ops.start[at],
+        stop=ops.stop[at],
+        lane=ops.lane[at],
+        home=ops.home[at] + shift[its_ops.turn],
+        sends=ops.sends[at],
+        adds=ops.adds[at],
+    )
+    lane = cut.lane[its_rounds.index]
+    earlier = cut.earlier[its_pairs.index] + shift[its_pairs.turn]
+    later = cut.later[its_pairs.index] + shift[its_pairs.turn]
+    return moved, Rounds(ranks[its_rounds.turn], lane, earlier, later)
+
+
 @dataclass(frozen=True, slots=True)
-class _Again:
-    """What was read of ``read`` ranks, repeated for those that do the same, moved on."""
+class _Runs:
+    """Runs of rows taken again, one for each turn."""
 
-    read: int
-    times: int
+    index: Ints
+    """The rows to take."""
+    turn: Ints
+    """Which turn each of them is taken in."""
+    shift: Ints
+    """By how much each turn's first row has moved."""
 
-    def moved(self, column: Ints, by: int) -> Ints:
-        """Return ``column`` again and again, moved on by ``by`` each time."""
-        return (column + by * np.arange(self.times)[:, None]).ravel()
-
-    def operations(self, ops: _Operations, num_rounds: int, size: int) -> _Operations:
-        """Return the operations of all; of chunks only the number counts here, not the place."""
-        return _Operations(
-            rank=self.moved(ops.rank, self.read),
-            peer=self.moved(ops.peer, self.read) % size,
-            start=self.moved(ops.start, 0),
-            stop=self.moved(ops.stop, 0),
-            lane=self.moved(ops.lane, 0),
-            home=self.moved(ops.home, num_rounds),
-            sends=np.tile(ops.sends, self.times),
-            adds=np.tile(ops.adds, self.times),
-        )
-
-    def rounds(self, cut: Rounds) -> Rounds:
-        """Return the rounds of all."""
-        return Rounds(
-            self.moved(cut.rank, self.read),
-            self.moved(cut.lane, 0),
-            self.moved(cut.earlier, len(cut)),
-            self.moved(cut.later, len(cut)),
-        )
+    @classmethod
+    def of(cls, owner: Ints, num_owners: int, wanted: Ints) -> "_Runs":
+        """Return the rows of each of ``wanted``, where rows are sorted by their owner."""
+        count = np.bincount(owner, minlength=num_owners)
+        first, each = (np.cumsum(count) - count)[wanted], count[wanted]
+        begins = np.cumsum(each) - each
+        turn = np.repeat(np.arange(len(wanted)), each)
+        index = np.arange(int(each.sum())) - begins[turn] + first[turn]
+        return cls(index, turn, begins - first)
 
 
 def _cut(schedule: Schedule, rank: int, program: Program) -> _Cut:
@@ -234,12 +231,14 @@ def _cut(schedule: Schedule, rank: int, program: Program) -> _Cut:
     return _Cut(home, [batch.lane for batch in cut], edges)
 
 
-def _joined(schedule: Schedule, num_ranks: int, ops: _Operations) -> Messages:
+def _joined(schedule: Schedule, alike: Alike, ops: _Operations) -> Messages:
     """Match the k-th send of every route with its k-th receive."""
     n = schedule.size
-    sender = np.where(ops.sends, ops.rank, ops.peer) % num_ranks
-    distance = np.where(ops.sends, ops.peer - ops.rank, ops.rank - ops.peer) % n
-    route = (sender * n + distance) * (int(ops.lane.max(initial=0)) + 1) + ops.lane
+    sender = np.where(ops.sends, ops.rank, ops.peer)
+    receiver = np.where(ops.sends, ops.peer, ops.rank)
+    way = alike.way(sender, receiver)
+    route = alike.stand_in(sender) * n + way
+    route = route * (int(ops.lane.max(initial=0)) + 1) + ops.lane
     length = ops.stop - ops.start
     out, into = np.flatnonzero(ops.sends), np.flatnonzero(~ops.sends)
     out = out[np.argsort(route[out], kind="stable")]
@@ -261,14 +260,14 @@ def _joined(schedule: Schedule, num_ranks: int, ops: _Operations) -> Messages:
         ops.start[out],
         ops.stop[out],
         ops.adds[into].astype(np.int64),
-        distance[out],
+        way[out],
     )
 
 
-def _check_size(schedule: Schedule, num_ranks: int) -> None:
+def _check_size(schedule: Schedule, alike: Alike) -> None:
     """Refuse what is hopeless before the work begins; a root alone may have many operations."""
-    if num_ranks > 64:
-        about = len(schedule.program(num_ranks - 1)) * num_ranks
+    if alike.num_ranks > 64:
+        about = len(schedule.program(int(alike.ranks[-1]))) * alike.num_ranks
         if about > MOST_OPERATIONS:
             raise StrettoError(_too_large(schedule, f"about {about:,}"))
 

@@ -13,11 +13,12 @@ import numpy as np
 
 from stretto.comm.schedule import Schedule
 from stretto.errors import ConfigError
+from stretto.sim.alike import Alike, on_hosts
 from stretto.sim.chain import spent
 from stretto.sim.charge import CORES, ELEMENT_BYTES, LATENCY, Charge, charge
 from stretto.sim.cluster import Cluster
 from stretto.sim.engine import run
-from stretto.sim.outline import Outline, outline, representatives
+from stretto.sim.outline import Outline, outline
 from stretto.sim.repeats import cuts
 from stretto.telemetry.timeline import Span, Timeline
 
@@ -34,6 +35,8 @@ class Price:
     """What the busiest host sends to others."""
     core_s: float
     """Core-seconds, all ranks together."""
+    num_messages: int
+    """All ranks together."""
     spent_s: Mapping[str, float]
     """Where the time goes: the longest chain of messages and additions, by what held each up."""
     busy: Mapping[str, float]
@@ -57,7 +60,7 @@ def price(schedule: Schedule, num_bytes: int, cluster: Cluster) -> Price:
     seconds, spent_s = _followed(laid, whole, num_bytes, cluster)
     extra_s = cluster.native_latency_s if schedule.native and schedule.size > 1 else 0.0
     spent_s[LATENCY] += extra_s
-    return _bill(whole, seconds + extra_s, spent_s, laid.copies, cluster)
+    return _bill(whole, seconds + extra_s, spent_s, laid.alike, cluster)
 
 
 def predict(schedule: Schedule, num_bytes: int, cluster: Cluster) -> tuple[Timeline, ...]:
@@ -66,10 +69,10 @@ def predict(schedule: Schedule, num_bytes: int, cluster: Cluster) -> tuple[Timel
     Of a schedule that a shift of the ranks maps onto itself, one period of ranks, whose spans
     name the ranks of that period that do as their true peers do.
     """
-    laid = _laid_out(schedule, num_bytes, cluster)
+    laid = _laid_out(schedule, num_bytes, cluster, turned=False)
     whole = charge(laid, num_bytes, cluster)
     ran = run(whole.tasks)
-    spans: list[list[Span]] = [[] for _ in range(laid.num_ranks)]
+    spans: list[list[Span]] = [[] for _ in range(laid.alike.num_ranks)]
     starts, ends, num = ran.start_s.tolist(), ran.end_s.tolist(), whole.num_messages
     for i, size in enumerate(whole.num_bytes.tolist()):
         where = "between hosts" if whole.between[i] else "inside a host"
@@ -84,16 +87,18 @@ def predict(schedule: Schedule, num_bytes: int, cluster: Cluster) -> tuple[Timel
     return tuple(Timeline(rank, tuple(of_rank)) for rank, of_rank in enumerate(ordered))
 
 
-def _laid_out(schedule: Schedule, num_bytes: int, cluster: Cluster) -> Outline:
+def _laid_out(
+    schedule: Schedule, num_bytes: int, cluster: Cluster, *, turned: bool = True
+) -> Outline:
     if schedule.size != cluster.mesh.size:
         raise ConfigError(
             f"{schedule.name} was made for {schedule.size} ranks, the cluster {cluster.name!r} has "
             f"{cluster.mesh.size}; price it on cluster.with_mesh(...)"
         )
-    laid = outline(schedule, representatives(schedule, cluster.mesh))
+    laid = outline(schedule, on_hosts(schedule, cluster.mesh, turned=turned))
     short = num_bytes < ELEMENT_BYTES * schedule.num_chunks
-    if short and laid.copies > 1 and len(laid.messages) * laid.copies <= FEW_MESSAGES:
-        return outline(schedule, schedule.size)
+    if short and laid.alike.copies > 1 and len(laid.messages) * laid.alike.copies <= FEW_MESSAGES:
+        return outline(schedule)
     return laid
 
 
@@ -105,7 +110,7 @@ def _followed(
     Where many rounds are alike, some of them are run, and the others take the pace that these
     reach and spend it in the same proportions.
     """
-    for cut in cuts(laid) if laid.copies > 1 else ():
+    for cut in cuts(laid) if laid.alike.copies > 1 else ():
         shorter = charge(cut.outline, num_bytes, cluster)
         ran = run(shorter.tasks)
         left_out_s = cut.left_out_s(ran.end_s[shorter.num_messages :])
@@ -118,7 +123,7 @@ def _followed(
 
 
 def _bill(
-    whole: Charge, seconds: float, spent_s: Mapping[str, float], copies: int, cluster: Cluster
+    whole: Charge, seconds: float, spent_s: Mapping[str, float], alike: Alike, cluster: Cluster
 ) -> Price:
     busy_s, sorts = whole.tasks.busy_s, whole.sites.sorts
     busy = {
@@ -127,6 +132,7 @@ def _bill(
     }
     link_s = float(busy_s[: whole.sites.hosts].max(initial=0.0))
     core_s = float(busy_s[sorts[CORES]].sum()) * cluster.cpu.cores
-    everywhere = 1 if cluster.cpu.pool == "shared" else copies
+    everywhere = 1 if cluster.cpu.pool == "shared" else alike.copies // alike.on_host
     link_bytes = link_s * cluster.between.bytes_per_s
-    return Price(seconds, link_bytes, core_s * everywhere, spent_s, busy)
+    num_messages = whole.num_messages * alike.copies
+    return Price(seconds, link_bytes, core_s * everywhere, num_messages, spent_s, busy)

@@ -33,7 +33,7 @@ class Cut:
 
         None where the ranks had not reached a constant pace before the gap.
         """
-        done = done_s.reshape(self.outline.num_ranks, -1)
+        done = done_s.reshape(self.outline.alike.num_ranks, -1)
         paces = [_pace(done[:, at - _WINDOW : at]) for at, _ in self.gaps]
         total = 0.0
         for pace, (_, count) in zip(paces, self.gaps, strict=True):
@@ -48,7 +48,10 @@ def cuts(outline: Outline) -> Iterator[Cut]:
     alike = _alike(outline)
     if alike is None:
         return
-    for keep in (2 * outline.num_ranks + 3 * _WINDOW, 8 * outline.num_ranks + 16 * _WINDOW):
+    for keep in (
+        2 * outline.alike.num_ranks + 3 * _WINDOW,
+        8 * outline.alike.num_ranks + 16 * _WINDOW,
+    ):
         dropped = _dropped(alike, keep)
         if dropped.any():
             yield _without(outline, dropped)
@@ -60,12 +63,12 @@ def _alike(outline: Outline) -> NDArray[np.bool_] | None:
     None unless all ranks have as many rounds, each starting when the one before it is done.
     """
     rounds, messages = outline.rounds, outline.messages
-    count = np.bincount(rounds.rank, minlength=outline.num_ranks)
+    count = np.bincount(rounds.rank, minlength=outline.alike.num_ranks)
     num = int(count[0])
     chained = np.unique(rounds.later[rounds.earlier == rounds.later - 1])
-    if (count != num).any() or not num or len(chained) != len(rounds) - outline.num_ranks:
+    if (count != num).any() or not num or len(chained) != len(rounds) - outline.alike.num_ranks:
         return None
-    lane = rounds.lane.reshape(outline.num_ranks, num)
+    lane = rounds.lane.reshape(outline.alike.num_ranks, num)
     alike = np.concatenate([[False], (lane[:, 1:] == lane[:, :-1]).all(axis=0)])
     place, other = messages.source % num, messages.target % num
     alike[place[place != other]] = alike[other[place != other]] = False
@@ -73,7 +76,7 @@ def _alike(outline: Outline) -> NDArray[np.bool_] | None:
     rows = np.stack(
         [
             messages.source // num,
-            messages.distance,
+            messages.way,
             messages.stop - messages.start,
             messages.added,
         ],
@@ -105,7 +108,7 @@ def _dropped(alike: NDArray[np.bool_], keep: int) -> NDArray[np.bool_]:
 
 
 def _without(outline: Outline, dropped: NDArray[np.bool_]) -> Cut:
-    num, ranks = len(dropped), outline.num_ranks
+    num, ranks = len(dropped), outline.alike.num_ranks
     kept = np.flatnonzero(~dropped)
     new = np.cumsum(~dropped) - 1
     messages = outline.messages
@@ -116,7 +119,7 @@ def _without(outline: Outline, dropped: NDArray[np.bool_]) -> Cut:
         messages.start[stay],
         messages.stop[stay],
         messages.added[stay],
-        messages.distance[stay],
+        messages.way[stay],
     )
     every = np.arange(ranks * len(kept))
     later = every[every % len(kept) != 0]

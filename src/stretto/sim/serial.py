@@ -3,17 +3,17 @@
 Counted as the papers do: a rank sends one and receives one message at a time, each takes one unit.
 """
 
-import heapq
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.comm.schedule import Schedule
+from stretto.sim.alike import by_program
 from stretto.sim.charge import edges
-from stretto.sim.engine import run
-from stretto.sim.outline import Outline, outline, representatives
-from stretto.sim.tasks import Tasks
+from stretto.sim.engine import run_single
+from stretto.sim.outline import Outline, outline
+from stretto.sim.tasks import Ints, Tasks, Waits
+
+_WIDE = 64
 
 
 def serial_steps(schedule: Schedule) -> int:
@@ -22,10 +22,16 @@ def serial_steps(schedule: Schedule) -> int:
     Where ranks have several messages at once they take them in the order of their programs, as
     soon as both ends are free: a count for comparing algorithms, not the least there could be.
     """
-    laid = outline(schedule, representatives(schedule, None))
+    laid = outline(schedule, by_program(schedule))
     if not len(laid.messages):
         return 0
-    return _unhindered(laid) if _one_at_a_time(laid) else _Ports(laid).run()
+    return _unhindered(laid) if _is_deep(laid) and _one_at_a_time(laid) else _Ports(laid).run()
+
+
+def _is_deep(laid: Outline) -> bool:
+    """Whether few ranks at a time have something to do: then columns are slower than a loop."""
+    deepest = int(np.bincount(laid.rounds.rank).max())
+    return len(laid.rounds) < _WIDE * deepest
 
 
 def _one_at_a_time(laid: Outline) -> bool:
@@ -47,17 +53,7 @@ def _unhindered(laid: Outline) -> int:
     tasks = Tasks(
         delay, np.zeros(num + joins), nothing.astype(np.int64), nothing, earlier, later, 1
     )
-    return round(run(tasks).seconds)
-
-
-@dataclass(order=True, slots=True)
-class _Letter:
-    """A message both of whose ends are there, in the order in which they are taken."""
-
-    posted: int
-    turn: int
-    index: int
-    gone: bool = field(default=False, compare=False)
+    return round(run_single(tasks).seconds)
 
 
 class _Ports:
@@ -65,97 +61,54 @@ class _Ports:
 
     def __init__(self, laid: Outline) -> None:
         messages, rounds = laid.messages, laid.rounds
-        self._ends = list(zip(messages.source.tolist(), messages.target.tolist(), strict=True))
-        self._rank = rounds.rank.tolist()
-        self._awaits = np.bincount(rounds.later, minlength=len(rounds)).tolist()
-        self._after: dict[int, list[int]] = defaultdict(list)
-        for earlier, later in zip(rounds.earlier.tolist(), rounds.later.tolist(), strict=True):
-            self._after[earlier].append(later)
-        self._of: dict[int, list[int]] = defaultdict(list)
-        for index, ends in enumerate(self._ends):
-            for end in ends:
-                self._of[end].append(index)
-        self._left = {end: len(indices) for end, indices in self._of.items()}
-        self._missing = [2] * len(self._ends)
-        self._queues: dict[tuple[str, int], list[_Letter]] = defaultdict(list)
-        self._busy: set[tuple[str, int]] = set()
+        self._num, self._num_ranks = len(messages), laid.alike.num_ranks
+        self._out, self._into = rounds.rank[messages.source], rounds.rank[messages.target]
+        self._turn = np.maximum(messages.source, messages.target)
+        earlier, later = edges(messages, rounds)
+        self._waits = Waits(earlier, later, self._num + len(rounds))
 
     def run(self) -> int:
-        now = 0
-        flying: list[int] = []
-        self._open([r for r, n in enumerate(self._awaits) if not n], now)
-        ports = set(self._queues)
-        while True:
-            flying = self._take_off(sorted(ports))
-            if not flying:
-                return now
+        """Return how many units of time pass until all have arrived."""
+        now, queue = 0, self._posted(self._waits.over())
+        while queue.size:
             now += 1
-            ports = self._land(flying, now)
+            goes = self._go(queue)
+            posted = self._posted(self._waits.release(queue[goes]))
+            queue = np.concatenate([queue[~goes], posted])
+        return now
 
-    def _open(self, rounds: list[int], now: int) -> set[tuple[str, int]]:
-        """Start ``rounds``, and those that follow empty ones; return the ports with new letters."""
-        touched: set[tuple[str, int]] = set()
-        while rounds:
-            begun = rounds.pop()
-            if begun not in self._of:
-                rounds += self._finish(begun)
-            for index in self._of.get(begun, ()):
-                self._missing[index] -= 1
-                if not self._missing[index]:
-                    letter = _Letter(now, max(self._ends[index]), index)
-                    for port in self._ports(index):
-                        heapq.heappush(self._queues[port], letter)
-                        touched.add(port)
-        return touched
+    def _posted(self, free: Ints) -> Ints:
+        """Return the messages that can go now, as they queue; ends of rounds take no time."""
+        found = [free[:0]]
+        while free.size:
+            found.append(free[free < self._num])
+            free = self._waits.release(free[free >= self._num])
+        new = np.concatenate(found)
+        return new[np.lexsort((new, self._turn[new]))]
 
-    def _finish(self, done: int) -> list[int]:
-        """Return the rounds that ``done`` was the last to hold up."""
-        free = []
-        for later in self._after.get(done, ()):
-            self._awaits[later] -= 1
-            if not self._awaits[later]:
-                free.append(later)
-        return free
+    def _go(self, queue: Ints) -> NDArray[np.bool_]:
+        """Return which of ``queue`` go: each in turn, if both its ports are still free."""
+        out, into = self._out[queue], self._into[queue]
+        goes, left = np.zeros(len(queue), dtype=np.bool_), np.arange(len(queue))
+        while left.size:
+            firsts = (_first(port[left], self._num_ranks) for port in (out, into))
+            now = left[np.logical_and(*firsts)]
+            goes[now] = True
+            left = left[~_among(out[left], out[now], self._num_ranks)]
+            left = left[~_among(into[left], into[now], self._num_ranks)]
+        return goes
 
-    def _ports(self, index: int) -> tuple[tuple[str, int], tuple[str, int]]:
-        source, target = self._ends[index]
-        return ("out", self._rank[source]), ("in", self._rank[target])
 
-    def _take_off(self, ports: list[tuple[str, int]]) -> list[int]:
-        """Let the first letter of each of ``ports`` go whose other end is free."""
-        flying = []
-        for port in ports:
-            letter = self._first(port)
-            if letter is not None:
-                letter.gone = True
-                self._busy.update(self._ports(letter.index))
-                flying.append(letter.index)
-        return flying
+def _first(port: Ints, num_ports: int) -> NDArray[np.bool_]:
+    """Return which of them are the first of their port."""
+    first = np.full(num_ports, len(port))
+    first[port[::-1]] = np.arange(len(port))[::-1]
+    result: NDArray[np.bool_] = first[port] == np.arange(len(port))
+    return result
 
-    def _first(self, port: tuple[str, int]) -> _Letter | None:
-        queue, held = self._queues[port], []
-        found = None
-        while queue and found is None and port not in self._busy:
-            letter = heapq.heappop(queue)
-            if letter.gone:
-                continue
-            if self._busy.isdisjoint(self._ports(letter.index)):
-                found = letter
-            else:
-                held.append(letter)
-        for letter in held:
-            heapq.heappush(queue, letter)
-        return found
 
-    def _land(self, flying: list[int], now: int) -> set[tuple[str, int]]:
-        """End all that is under way; return the ports that may have something to do."""
-        touched: set[tuple[str, int]] = set()
-        free: list[int] = []
-        for index in flying:
-            touched.update(self._ports(index))
-            for end in self._ends[index]:
-                self._left[end] -= 1
-                if not self._left[end]:
-                    free += self._finish(end)
-        self._busy.clear()
-        return touched | self._open(free, now)
+def _among(port: Ints, taken: Ints, num_ports: int) -> NDArray[np.bool_]:
+    """Return which of ``port`` are taken."""
+    is_taken = np.zeros(num_ports, dtype=np.bool_)
+    is_taken[taken] = True
+    return is_taken[port]

@@ -49,6 +49,36 @@ class Tasks:
         return summed(self.resource, self.load * self.work_s[:, None], self.num_resources)
 
 
+class Waits:
+    """What still waits for what, for whoever ends many things at once."""
+
+    def __init__(self, earlier: Ints, later: Ints, count: int) -> None:
+        self._successor, self._first = successors(earlier, later, count)
+        self._missing = np.bincount(later, minlength=count)
+
+    def over(self) -> Ints:
+        """Return what waits for nothing."""
+        return np.flatnonzero(self._missing == 0)
+
+    def release(self, ended: Ints) -> Ints:
+        """Return those for which one of ``ended`` was the last they waited for."""
+        first, count = self._first[ended], self._first[ended + 1] - self._first[ended]
+        total = int(count.sum())
+        if not total:
+            return np.empty(0, dtype=np.int64)
+        within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+        freed: Ints = self._successor[np.repeat(first, count) + within]
+        np.subtract.at(self._missing, freed, 1)
+        return np.unique(freed[self._missing[freed] == 0]).astype(np.int64)
+
+
+def successors(earlier: Ints, later: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return all successors, one task's after another's, and where each task's begin."""
+    order = np.argsort(earlier, kind="stable")
+    each = np.bincount(earlier, minlength=count)
+    return later[order], np.concatenate([[0], np.cumsum(each)])
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """When each task started, waits for others over, and when it ended."""

@@ -7,9 +7,9 @@ mean over its local batch, `SampleWeights` multiplies by the local count and div
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +24,7 @@ from stretto.comm.courier import Courier
 from stretto.comm.reducer import Reducer, Summed, Weights
 from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.config import Config
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import CheckpointError, ConfigError, StrettoError
 from stretto.sim.choosing import NATIVE, choose_table
 from stretto.sim.cluster import load_cluster
 from stretto.sim.fusion import fusion_threshold
@@ -65,6 +65,17 @@ class AllReduceConfig(Config):
     def _known_wire(cls, text: str) -> str:
         return _checked(parse_wire, text)
 
+    @model_validator(mode="after")
+    def _wire_fits_algorithm(self) -> Self:
+        table = None if self.algorithm == AUTO else parse_table(self.algorithm)
+        native = table is not None and any(choice.name == NATIVE for choice in table.choices)
+        if native and parse_wire(self.wire).codec is not None:
+            raise ValueError(
+                f"wire {self.wire!r} is summed hop by hop, which the back end's own all-reduce "
+                f"cannot do: take native out of strategy.algorithm = {self.algorithm!r}"
+            )
+        return self
+
 
 def _checked(parse: Callable[[str], object], text: str) -> str:
     try:
@@ -74,28 +85,33 @@ def _checked(parse: Callable[[str], object], text: str) -> str:
     return text
 
 
-def tuned(config: AllReduceConfig, mesh: Mesh) -> AllReduceConfig:
+def tuned(config: AllReduceConfig, mesh: Mesh, model: nn.Module) -> AllReduceConfig:
     """Return ``config`` with what it leaves open chosen for ``mesh``, from a description alone.
 
+    Without one, GPUs are left to the back end, which knows what joins them.
+
     Raises:
-        ConfigError: The description is missing or wrong, or the wire and an algorithm do not fit.
+        ConfigError: The description is missing or wrong.
     """
     cluster = load_cluster(Path(config.cluster)) if config.cluster else None
     coded = parse_wire(config.wire).codec is not None
     if config.algorithm == AUTO:
-        table = choose_table(cluster, mesh, native=not coded)
+        on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+        unknown = cluster is None and on_gpu
+        table = choose_table(cluster, Mesh((1,)) if unknown else mesh, native=not coded)
     else:
         table = parse_table(config.algorithm)
-    if coded and any(choice.name == NATIVE for choice in table.choices):
-        raise ConfigError(
-            f"strategy.wire = {config.wire!r} is summed hop by hop, which the back end's own "
-            f"all-reduce cannot do: take native out of strategy.algorithm = {config.algorithm!r}"
-        )
-    fusion = config.fusion
-    if fusion is None and cluster is not None and mesh.size > 1:
+    fusion = _fusion(config)
+    if config.fusion is None and cluster is not None and mesh.size > 1:
         fusion = fusion_threshold(cluster.with_mesh(mesh), table)
-    chosen = {"algorithm": str(table), "fusion": fusion or DEFAULT_FUSION}
-    return config.model_copy(update=chosen)
+    if config.algorithm == AUTO:
+        table = table.whole_below(2 * fusion)  # buckets follow each other as parts would
+    return config.model_copy(update={"algorithm": str(table), "fusion": fusion})
+
+
+def _fusion(config: AllReduceConfig) -> int:
+    """Return the threshold that is set; zero is one, too: every gradient travels alone."""
+    return DEFAULT_FUSION if config.fusion is None else config.fusion
 
 
 def bucket_cuts(config: AllReduceConfig, model: nn.Module) -> tuple[int, ...]:
@@ -103,7 +119,7 @@ def bucket_cuts(config: AllReduceConfig, model: nn.Module) -> tuple[int, ...]:
     parameters = [p for _, p in order_of_backward(model)]
     if config.cuts is None:
         pieces = [Piece(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
-        return cut_buckets(pieces, config.fusion or DEFAULT_FUSION)  # checked before it is tuned
+        return cut_buckets(pieces, _fusion(config))  # checked before it is tuned
     if sum(config.cuts) != len(parameters) or any(count < 1 for count in config.cuts):
         raise ConfigError(
             f"strategy.cuts adds up to {sum(config.cuts)} tensors, the model has {len(parameters)} "
@@ -124,7 +140,7 @@ class AllReduce:
         weigh_samples: bool = False,
     ) -> None:
         self.reads_gradients = False
-        self._config = tuned(config, channel.mesh)
+        self._config = config
         self._channel = channel
         self._courier = Courier(channel)
         self._carriers: list[Carrier] = []
@@ -146,6 +162,7 @@ class AllReduce:
     ) -> tuple[nn.Module, Optimizer]:
         """Give every rank the weights of rank 0, lay out buckets, hook backward."""
         _refuse_complex(model)
+        self._config = tuned(self._config, self._channel.mesh, model)
         spread_from_rank_0_([*model.parameters(), *model.buffers()], self._channel)
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
         self._counters = [b for b in model.buffers() if not b.is_floating_point()]
@@ -219,7 +236,20 @@ class AllReduce:
         }
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Hand it back to the carriers."""
+        """Hand it back to the carriers; one from another kind of wire leaves nothing to hand on.
+
+        Raises:
+            CheckpointError: It was kept for other buckets.
+        """
+        kept = self.own_state()
+        if not kept or not state:
+            return
+        if kept.keys() != state.keys():
+            raise CheckpointError(
+                f"the checkpoint keeps unsent gradients of {len(state)} buckets, the run has "
+                f"{len(kept)}: set strategy.cuts and strategy.fusion back to resume, or start a "
+                "new run under another name (init.checkpoint takes the weights along)"
+            )
         for index, carrier in enumerate(self._carriers):
             before = f"bucket-{index}/"
             carrier.load_state_dict(

@@ -59,7 +59,7 @@ def distribute(
         channel: What to talk over; when left out, all ranks of the world.
     """
     config = _config_of(strategy) if isinstance(strategy, str) else strategy
-    how = build_strategy(config, channel or _new_channel(), weigh_samples=True)
+    how = build_strategy(config, channel or _new_channel(model), weigh_samples=True)
     how.reads_gradients = True  # a person may, between backward and step
     loop = _OwnLoop(how, accumulation)
     loop.watch_backward(model)  # before the strategy's own hooks: it must begin before they fire
@@ -161,9 +161,10 @@ class _OwnLoop:
         self._agreed = self._in_closure = False
 
 
-def _new_channel() -> Channel:
+def _new_channel(model: nn.Module) -> Channel:
     """Return a group of its own for each distributed model: their messages never cross."""
-    channel = connect(world(), name=f"distribute/{next(_calls)}")
+    device = "cuda" if any(parameter.is_cuda for parameter in model.parameters()) else "cpu"
+    channel = connect(world(), name=f"distribute/{next(_calls)}", device=device)
     atexit.register(channel.close)
     return channel
 

@@ -11,6 +11,7 @@ from stretto.comm.algorithms import native
 from stretto.comm.algorithms.table import AlgorithmTable, Choice, parse_word
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
+from stretto.comm.spread import spread_text
 from stretto.measure.collectives import Trial, time_collective
 from stretto.measure.links import Cost, Links, measure_links
 from stretto.sim.choosing import SIZES, described
@@ -50,20 +51,40 @@ class Calibration:
     rows: tuple[Measured, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a calibration is made."""
+
+    runs: int = 5
+    """Interleaved repetitions of each algorithm."""
+    table: bool = True
+    """Whether algorithms are timed too."""
+    device: str = "cpu"
+
+
 def calibrate(
-    world: World, known: Cluster | None, *, runs: int, table: bool, say: Callable[[str], None]
+    world: World, known: Cluster | None, how: How, say: Callable[[str], None]
 ) -> Calibration:
     """Measure links and algorithms; all ranks together. ``known`` is added to, not forgotten."""
     torch.set_num_threads(world.threads)
-    channel = connect(world)
-    links = measure_links(channel, say)
-    cluster = describe(links, channel.mesh, known or described(channel.mesh, world.link_bits_per_s))
-    rows = _measure_table(channel, cluster, runs, say) if table else ()
+    channel = connect(world, device=how.device)
+    links = measure_links(channel, say, how.device)
+    assumed = known or described(channel.mesh, world.link_bits_per_s)
+    cluster = of_rank_0(describe(links, channel.mesh, assumed), channel)
+    rows = _measure_table(channel, cluster, how, say) if how.table else ()
     channel.close()
     if rows:
         tables = {**cluster.tables, channel.mesh.shape: str(table_of(rows))}
         cluster = cluster.model_copy(update={"tables": tables})
     return Calibration(cluster, rows)
+
+
+def of_rank_0(cluster: Cluster, channel: Channel) -> Cluster:
+    """Return rank 0's description on every rank: what is timed next must be the same everywhere.
+
+    Ranks may know different things before: not every disk is shared, and clocks differ.
+    """
+    return Cluster.model_validate_json(spread_text(cluster.model_dump_json(), channel))
 
 
 def describe(links: Links, mesh: Mesh, known: Cluster) -> Cluster:
@@ -103,17 +124,17 @@ def _transport(cost: Cost) -> Transport:
 
 
 def _measure_table(
-    channel: Channel, cluster: Cluster, runs: int, say: Callable[[str], None]
+    channel: Channel, cluster: Cluster, how: How, say: Callable[[str], None]
 ) -> tuple[Measured, ...]:
     """Time what the prices put first, at every size; keep what wins."""
     rows: list[Measured] = []
     for size in SIZES:
-        trial = Trial("allreduce", size)
+        trial = Trial("allreduce", size, device=how.device)
         words = candidates(trial, cluster)
         if rows and rows[-1].word not in words:
             words.append(rows[-1].word)
         say(f"{format_bytes(size)}: {', '.join(words)}")
-        times = time_collective(trial, {word: word for word in words}, channel, runs=runs)
+        times = time_collective(trial, {word: word for word in words}, channel, runs=how.runs)
         medians = {word: statistics.median(values) for word, values in times.items()}
         rows.append(pick(size, medians, rows[-1].word if rows else None))
     return tuple(rows)

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.cluster.world import World
-from stretto.comm.buckets import WIRE
 from stretto.comm.channel import Channel
+from stretto.comm.codecs import parse_wire
 from stretto.comm.connect import connect
 from stretto.data import open_source
 from stretto.measure.ddp import BUCKET_CAPS_MB, Peers
@@ -44,9 +44,9 @@ def bench_step(
     return _rows(config, world, model, times)
 
 
-def bound_s(num_bytes: int, compute_s: float, world: World) -> float | None:
-    """Return max(compute, bytes every host's link must carry / rate), where the rate is known."""
-    if world.link_bits_per_s is None:
+def bound_s(num_bytes: float | None, compute_s: float, world: World) -> float | None:
+    """Return max(compute, bytes every host's link must carry / rate), where both are known."""
+    if world.link_bits_per_s is None or num_bytes is None:
         return None
     hosts = world.mesh.hosts
     return max(compute_s, 2 * (hosts - 1) / hosts * num_bytes * 8 / world.link_bits_per_s)
@@ -71,10 +71,14 @@ def _rows(
     ]
 
 
-def _wire_bytes(config: RunConfig, model: nn.Module) -> int:
-    """Return the bytes of all gradients as they travel."""
-    wire = WIRE[config.strategy.wire]
-    return sum(p.numel() * (wire or p.dtype).itemsize for p in model.parameters())
+def _wire_bytes(config: RunConfig, model: nn.Module) -> float | None:
+    """Return the bytes of all gradients as they travel; None where they do not travel whole."""
+    wire = parse_wire(config.strategy.wire)
+    if wire.share is not None:
+        return None
+    if wire.codec is not None:
+        return sum(wire.codec.num_bytes([p.numel()]) for p in model.parameters())
+    return sum(p.numel() * (wire.dtype or p.dtype).itemsize for p in model.parameters())
 
 
 Batch = tuple[Tensor, Tensor]

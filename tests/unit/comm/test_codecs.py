@@ -194,24 +194,6 @@ def test_what_was_left_is_sent_later():
     assert run_local(2, work) == [[8, 6, 4, 2]] * 2
 
 
-def test_a_step_taken_back_leaves_no_trace():
-    def work(channel):
-        flat = torch.empty(8)
-        with Courier(channel) as courier:
-            sparse = sparse_of(channel, courier, flat)
-            flat.copy_(torch.arange(8.0))
-            sparse.start().wait()
-            before = sparse.state_dict()["residual"]
-            flat.fill_(1.0)
-            flat[channel.rank] = float("inf")
-            sparse.start().wait()
-            finite = bool(flat.isfinite().all())
-            sparse.take_back()
-            return finite, torch.equal(before, sparse.state_dict()["residual"])
-
-    assert run_local(2, work) == [(False, True)] * 2
-
-
 def test_going_on_from_a_saved_residual_equals_never_having_stopped():
     gradients = torch.randn(5, 2, 64)
 

@@ -6,7 +6,8 @@ from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.schedule import Action, Op, Schedule
 from stretto.errors import ConfigError, ScheduleError
 from stretto.sim import Cluster, Cpu, Transport, predict, price, serial_steps
-from stretto.sim.outline import outline, representatives
+from stretto.sim.alike import by_program, on_hosts
+from stretto.sim.outline import outline
 from stretto.sim.repeats import cuts
 
 LINE = Transport(latency_s=1.0, bytes_per_s=100.0)
@@ -148,35 +149,44 @@ def test_a_time_line_shows_messages_and_additions():
     [
         ("ring", (1,) * 12, 1),
         ("ring", (4,) * 3, 4),
-        ("torus", (2,) * 6, 6),
-        ("torus", (4,) * 3, 12),
-        ("hierarchical", (4,) * 3, 4),
+        ("torus", (2,) * 6, 2),
+        ("torus", (4,) * 3, 1),
+        ("torus", (1,) * 12, 1),
+        ("torus", (16,), 4),
+        ("masters", (4,) * 3, 4),
+        ("hierarchical", (4,) * 3, 1),
+        ("hierarchical", (4, 3, 4), 11),
+        ("hierarchical-halving", (4,) * 3, 3),
         ("ring", (5, 7), 12),
         ("doubling", (1,) * 12, 12),
     ],
 )
 def test_as_few_ranks_are_laid_out_as_symmetry_and_hosts_allow(name, shape, some):
     mesh = Mesh(shape)
-    assert representatives(ALLREDUCE[name](mesh, 1), mesh) == some
+    alike = on_hosts(ALLREDUCE[name](mesh, 1), mesh)
+    assert alike.num_ranks == len(alike.ranks) == some
+    assert alike.copies * some == mesh.size
 
 
 def test_of_a_long_ring_few_rounds_are_kept():
     schedule = ALLREDUCE["ring"](Mesh((1,) * 1000), 1)
-    laid = outline(schedule, 1)
+    laid = outline(schedule, by_program(schedule))
     cut = next(cuts(laid))
     assert len(cut.outline.rounds) < 200 < len(laid.rounds)
     assert len(cut.outline.rounds) + sum(count for _, count in cut.gaps) == len(laid.rounds)
 
 
 def test_where_no_pace_is_reached_nothing_is_left_out():
-    cut = next(cuts(outline(ALLREDUCE["ring"](Mesh((1,) * 1000), 1), 1)))
+    ring = ALLREDUCE["ring"](Mesh((1,) * 1000), 1)
+    cut = next(cuts(outline(ring, by_program(ring))))
     times = np.cumsum(np.arange(len(cut.outline.rounds), dtype=np.float64))
     assert cut.left_out_s(times) is None
     assert cut.left_out_s(np.arange(len(times), dtype=np.float64)) == sum(n for _, n in cut.gaps)
 
 
 def test_a_pace_may_come_back_every_other_round():
-    cut = next(cuts(outline(ALLREDUCE["ring"](Mesh((1,) * 1000), 1), 1)))
+    ring = ALLREDUCE["ring"](Mesh((1,) * 1000), 1)
+    cut = next(cuts(outline(ring, by_program(ring))))
     times = np.cumsum(np.resize([1.0, 3.0], len(cut.outline.rounds)))
     assert cut.left_out_s(times) == pytest.approx(2 * sum(count for _, count in cut.gaps))
 

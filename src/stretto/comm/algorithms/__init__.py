@@ -44,7 +44,7 @@ ALLREDUCE: Mapping[str, Algorithm] = {
     "binary-blocks": _flat(binary_blocks),
     "ring": lambda mesh, parts: ring(mesh.size, parts),
     "double-tree": _flat(double_tree),
-    "torus": lambda mesh, parts: torus(mesh.size, parts),
+    "torus": torus,
     "masters": masters,
     "hierarchical": hierarchical,
     "hierarchical-halving": partial(

@@ -18,10 +18,12 @@ def taken_in_turn(steps: Steps) -> Program:
     """
     ops: list[Op] = []
     before: tuple[int, ...] = ()
+    first = 0
     for step in steps:
-        first = len(ops)
-        ops += [Op(*message, before) for message in step]
-        before = tuple(range(first, len(ops)))
+        for action, peer, start, stop in step:
+            ops.append(Op(action, peer, start, stop, before))
+        last, first = first, len(ops)
+        before = (last, last + 1) if first - last == 2 else tuple(range(last, first))
     return tuple(ops)
 
 

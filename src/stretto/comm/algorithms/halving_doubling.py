@@ -1,12 +1,14 @@
 """Halving and doubling: exchange half of what is left with ranks ever further, then retrace."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from stretto.comm.algorithms.fold import Members, Message, folded, taken_in_turn
 from stretto.comm.schedule import Action, Program, Schedule
 
 Halving = tuple[int, tuple[int, int], tuple[int, int]]
 """How far away the partner is, the chunks that are kept, and those that it takes over."""
+Exchange = tuple[Message, Message]
+"""What is sent and what is received in one step."""
 
 
 def halving_doubling(size: int) -> Schedule:
@@ -46,20 +48,25 @@ def halvings(place: int, count: int, num_chunks: int) -> list[Halving]:
     return found
 
 
-def _there_and_back(place: int, members: Members) -> Iterator[Sequence[Message]]:
+def _there_and_back(place: int, members: Members) -> list[Exchange]:
     cuts = halvings(place, members.count, members.count)
     peers = [members[place ^ distance] for distance, _, _ in cuts]
-    yield from scattering(cuts, peers)
-    yield from gathering(cuts, peers)
+    return scattering(cuts, peers) + gathering(cuts, peers)
 
 
-def scattering(cuts: Sequence[Halving], peers: Sequence[int]) -> Iterator[Sequence[Message]]:
-    """Yield the steps that leave the last of ``cuts`` summed over all who take part."""
-    for (_, kept, given), peer in zip(cuts, peers, strict=True):
-        yield (Action.SEND, peer, *given), (Action.ADD, peer, *kept)
+def scattering(cuts: Sequence[Halving], peers: Sequence[int]) -> list[Exchange]:
+    """Return the steps that leave the last of ``cuts`` summed over all who take part."""
+    send, add = Action.SEND, Action.ADD
+    return [
+        ((send, peer, *given), (add, peer, *kept))
+        for (_, kept, given), peer in zip(cuts, peers, strict=True)
+    ]
 
 
-def gathering(cuts: Sequence[Halving], peers: Sequence[int]) -> Iterator[Sequence[Message]]:
-    """Yield the steps that retrace ``cuts``, so that all have what each has summed."""
-    for (_, kept, given), peer in zip(reversed(cuts), reversed(peers), strict=True):
-        yield (Action.SEND, peer, *kept), (Action.COPY, peer, *given)
+def gathering(cuts: Sequence[Halving], peers: Sequence[int]) -> list[Exchange]:
+    """Return the steps that retrace ``cuts``, so that all have what each has summed."""
+    send, copy = Action.SEND, Action.COPY
+    return [
+        ((send, peer, *kept), (copy, peer, *given))
+        for (_, kept, given), peer in zip(reversed(cuts), reversed(peers), strict=True)
+    ]

@@ -1,6 +1,7 @@
 """Hierarchical all-reduce: inside hosts, between hosts, inside hosts again."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import isqrt
 
 from stretto.cluster.world import Mesh
@@ -38,6 +39,8 @@ def hierarchical(
     k, m = min(mesh.ranks_per_host), mesh.hosts
     even = mesh.size == k * m
     between = inner(m)
+    if even and k == 1:  # nothing to do inside hosts
+        return pipelined(replace(between, name=name), parts)
     c = between.num_chunks
     scatter, gather = ring_reduce_scatter(k), ring_all_gather(k)
     firsts = [mesh.on_host(host).start for host in range(m)]
@@ -61,19 +64,38 @@ def hierarchical(
         )
 
     shifts = between.period == 1 and even
-    whole = Schedule(name, mesh.size, k * c, program, period=k if shifts else None)
+    whole = Schedule(
+        name,
+        mesh.size,
+        k * c,
+        program,
+        period=k if shifts else None,
+        turn=k if even else None,
+    )
     return pipelined(whole, parts)
 
 
-def torus(size: int, parts: int = 1) -> Schedule:
-    """Sum over the rows, then the columns, of a grid as near to a square as ``size`` allows.
+def torus(mesh: Mesh, parts: int = 1) -> Schedule:
+    """Sum over the rows, then the columns, of a grid as near to a square as ``mesh`` allows.
 
     Rows of X reduce-scatter, columns of Y all-reduce N/X, rows all-gather: 2(X+Y-2) alpha +
     2 (n-1)/n N beta, a ring's bytes in about 4 sqrt(n) steps. Mikami et al., 2018,
     arXiv:1811.05233. A prime number of ranks is a single column: a ring.
+
+    Where all hosts have as many ranks, rows are whole hosts, or hosts are whole rows: a row that
+    ended in the middle of a host would give some links twice the messages of others.
     """
-    row = next(x for x in range(isqrt(size), 0, -1) if size % x == 0)
-    return hierarchical(Mesh((row,) * (size // row)), parts, name="torus")
+    row = _row(mesh)
+    return hierarchical(Mesh((row,) * (mesh.size // row)), parts, name="torus")
+
+
+def _row(mesh: Mesh) -> int:
+    """Return the X for which X + Y is least, the smaller one of two."""
+    size, even = mesh.size, len(set(mesh.ranks_per_host)) == 1
+    k = mesh.ranks_per_host[0] if even else 1
+    short = [x for x in range(1, isqrt(size) + 1) if size % x == 0]
+    rows = [x for x in (*short, *(size // x for x in short)) if x % k == 0 or k % x == 0]
+    return min(rows, key=lambda x: (x + size // x, x))
 
 
 def _handed_over(peer: int, num_chunks: int) -> Program:

@@ -28,7 +28,8 @@ def hierarchical_reduce_scatter(mesh: Mesh, parts: int = 1) -> Schedule:
             _between(between.program(host), place, k, lane=1),
         )
 
-    return sliced(Schedule("hierarchical", mesh.size, mesh.size, program, period=k), parts)
+    whole = Schedule("hierarchical", mesh.size, mesh.size, program, period=k, turn=k)
+    return sliced(whole, parts)
 
 
 def hierarchical_all_gather(mesh: Mesh, parts: int = 1) -> Schedule:
@@ -46,7 +47,8 @@ def hierarchical_all_gather(mesh: Mesh, parts: int = 1) -> Schedule:
             _inside(inside.program(place), host, k, m, lane=1),
         )
 
-    return sliced(Schedule("hierarchical", mesh.size, mesh.size, program, period=k), parts)
+    whole = Schedule("hierarchical", mesh.size, mesh.size, program, period=k, turn=k)
+    return sliced(whole, parts)
 
 
 def _inside(program: Program, host: int, k: int, m: int, lane: int) -> Program:

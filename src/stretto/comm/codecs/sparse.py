@@ -23,8 +23,8 @@ class SparseSum:
     """Sums one fp32 tensor over ranks, sending ``share`` of its entries; made once, used each step.
 
     ``gather`` is an all-gather (`ring_all_gather`): a rank sends and receives n-1 times 8 bytes for
-    each entry kept. It holds two residuals and a key of 8 bytes for each element. With one rank
-    nothing travels, yet the share is kept and the rest delayed all the same.
+    each entry kept. It holds a residual and two keys, 20 bytes in all, for each element. With one
+    rank nothing travels, yet the share is kept and the rest delayed all the same.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class SparseSum:
         self._flat = tensor.detach().view(-1)
         self._num = num_kept(self._flat.numel(), share)
         self._left = torch.zeros_like(self._flat)
-        self._before = torch.zeros_like(self._flat)
         self._order = ranking(self._flat.numel(), self._flat.device)
         self._keys = torch.empty_like(self._order)
         # Rows whose length the gather's chunks divide: else they would not be owned whole.
@@ -57,21 +56,12 @@ class SparseSum:
 
         All ranks together, one at a time: wait before the next start.
         """
-        self._left, self._before = self._before, self._left
-        torch.add(self._flat, self._before, out=self._left)
+        self._left.add_(self._flat)
         chosen = largest(self._left, self._num, self._order, self._keys)
         self._indices[self._rank].copy_(chosen)
         self._values[self._rank].copy_(self._left[chosen])
         self._left[chosen] = 0
         return SparsePending(self, self._courier.start(self._errand))
-
-    def take_back(self) -> None:
-        """Forget the last sum: for a step that was skipped because a gradient was not finite.
-
-        All ranks together, after waiting, at most once for each start. Else the infinity would
-        stay in the residual, and what was sent in vain would be lost.
-        """
-        self._left, self._before = self._before, self._left
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what is left to be sent; it is this rank's own."""

@@ -1,0 +1,95 @@
+"""Prices against measurements: calibrated on 2 x 2 and 4 x 1 ranks, tried on 2 x 4 and 3 x 2.
+
+    python benchmarks/prices.py
+
+Every algorithm, whole and in the parts that are priced best, at 8 and 32 MB; 1 MB is reported.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from collectives import by_size, lab, run, seconds
+
+from stretto.cluster.world import Mesh
+from stretto.comm.algorithms.table import parse_table
+from stretto.sim.choosing import choose_table
+from stretto.sim.cluster import Cluster, load_cluster
+from stretto.sim.price import price
+
+RATE = "400mbit"
+SHAPES = ((2, 4), (3, 2))
+BENCH = ["stretto", "bench", "collectives", "--json", "--sizes", "1MB,8MB,32MB", "--runs", "5"]
+MEAN, WORST, PICKED = 0.15, 0.30, 1.10
+
+
+def main() -> int:
+    """Calibrate, measure, compare; return 1 when a bound is broken."""
+    errors: dict[int, list[float]] = {}
+    picks: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.toml"
+        for hosts, per_host in ((2, 2), (4, 1)):
+            calibrate = ["stretto", "calibrate", "--no-table", "--out", str(path)]
+            name = f"prices_calibrate_{hosts}x{per_host}"
+            run(name, lab(hosts, per_host, RATE, *calibrate, "--json"))
+        cluster = load_cluster(path)
+        print(cluster.to_toml())
+        for hosts, per_host in SHAPES:
+            mesh = Mesh((per_host,) * hosts)
+            command = [*BENCH, "--cluster", str(path), "--algorithms", "all"]
+            rows = run(f"prices_{mesh.shape}_{RATE}", lab(hosts, per_host, RATE, *command))
+            for size, of_size in by_size(rows).items():
+                compared = compare(cluster.with_mesh(mesh), size, of_size)
+                errors.setdefault(size, []).extend(compared.values())
+                picks.append(picked(cluster, mesh, size, of_size)) if size > 1_000_000 else None
+    return verdict(errors, picks)
+
+
+def compare(cluster: Cluster, size: int, of_size: dict[str, dict[str, object]]) -> dict[str, float]:
+    """Return the relative error of each price, and print both figures."""
+    errors = {}
+    for word, row in of_size.items():
+        schedule = parse_table(word).pick(0).schedule(cluster.mesh)
+        predicted = price(schedule, size, cluster).seconds
+        errors[word] = predicted / seconds(row) - 1
+        facts = {"shape": cluster.mesh.shape, "bytes": size, "algorithm": word}
+        facts |= {"predicted_s": predicted, "measured_s": seconds(row), "error": errors[word]}
+        print(json.dumps(facts))
+    return errors
+
+
+def picked(cluster: Cluster, mesh: Mesh, size: int, of_size: dict[str, dict[str, object]]) -> float:
+    """Return how much longer the algorithm that the prices pick takes than the best measured."""
+    best = min(seconds(row) for row in of_size.values())
+    choice = choose_table(cluster, mesh).pick(size)
+    named = of_size.get(choice.word)
+    if named is None:  # measured in other parts only: the nearest of the same name
+        same = [row for word, row in of_size.items() if word.partition("/")[0] == choice.name]
+        named = min(same, key=seconds)
+    print(f"{mesh.shape}, {size} B: prices pick {choice.word}: {seconds(named) / best:.3f} x best")
+    return seconds(named) / best
+
+
+def verdict(errors: dict[int, list[float]], picks: list[float]) -> int:
+    """Say whether the bounds hold."""
+    for size, values in errors.items():
+        far = max(values, key=abs)
+        print(f"{size} B: mean {statistics.fmean(map(abs, values)):.1%}, worst {far:+.1%}")
+    counted = [
+        abs(error) for size, values in errors.items() if size > 1_000_000 for error in values
+    ]
+    mean, worst = statistics.fmean(counted), max(counted)
+    held = mean <= MEAN and worst <= WORST and max(picks) <= PICKED
+    print(
+        f"8 and 32 MB: mean {mean:.1%} (at most {MEAN:.0%}), worst {worst:.1%} (at most "
+        f"{WORST:.0%}), picked {max(picks):.3f} x best (at most {PICKED}): "
+        f"{'holds' if held else 'BROKEN'}"
+    )
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Tables of algorithms: written, read back, and asked for a size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.cluster.world import Mesh
+from stretto.comm.algorithms import ALLREDUCE, BROADCAST
+from stretto.comm.algorithms.table import (
+    MAX_PARTS,
+    AlgorithmTable,
+    Choice,
+    parse_table,
+    parse_word,
+)
+from stretto.errors import ConfigError
+
+SIZES = st.integers(1, 1 << 40) | st.integers(1, 10**6).map(lambda kilobytes: 1000 * kilobytes)
+
+
+@st.composite
+def tables(draw):
+    leasts = [0, *sorted(draw(st.sets(SIZES, max_size=4)))]
+    words = st.tuples(st.sampled_from(sorted(ALLREDUCE)), st.integers(1, MAX_PARTS))
+    return AlgorithmTable(tuple(Choice(least, *draw(words)) for least in leasts))
+
+
+@given(tables())
+def test_a_table_reads_back_as_itself(table):
+    assert parse_table(str(table)) == table
+
+
+@given(tables(), SIZES)
+def test_a_size_is_given_the_last_choice_that_begins_at_or_below_it(table, size):
+    picked = table.pick(size)
+    assert picked.least <= size
+    assert all(other.least <= picked.least or other.least > size for other in table.choices)
+
+
+@given(tables(), SIZES, SIZES)
+def test_below_a_size_messages_are_whole_and_nothing_else_changes(table, border, size):
+    whole = table.whole_below(border)
+    before, after = table.pick(size), whole.pick(size)
+    assert after.name == before.name
+    assert after.parts == (1 if size < border else before.parts)
+    assert whole.whole_below(border) == whole
+    assert parse_table(str(whole)) == whole
+
+
+@given(tables(), SIZES)
+def test_a_table_made_whole_says_nothing_twice(table, border):
+    words = [choice.word for choice in table.whole_below(border).choices]
+    assert all(one != next_one for one, next_one in zip(words, words[1:], strict=False))
+
+
+def test_sizes_and_parts_are_read_as_people_write_them():
+    table = parse_table(" doubling ,hierarchical/8 from 1.5MB, ring/1 from 2MiB ")
+    assert table.choices == (
+        Choice(0, "doubling"),
+        Choice(1_500_000, "hierarchical", 8),
+        Choice(2 << 20, "ring"),
+    )
+    assert str(table) == "doubling, hierarchical/8 from 1500KB, ring from 2097152"
+
+
+def test_a_choice_becomes_a_schedule_in_its_parts():
+    assert Choice(0, "ring", 4).schedule(Mesh((2, 2))).name == "ring/4"
+    assert Choice(0, "ring").schedule(Mesh((2, 2))).name == "ring"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["no algorithm ''"]),
+        ("rign", ["no algorithm 'rign'", "did you mean", "ring"]),
+        ("ring, doubling", ['write "NAME" or "NAME, NAME from SIZE"']),
+        ("ring from 1MB", ['write "NAME" or "NAME, NAME from SIZE"']),
+        ("ring, doubling from 0", ["sizes growing to the right"]),
+        ("ring, doubling from 1MB, native from 1MB", ["sizes growing to the right"]),
+        ("ring, doubling from 1MB, native from 1KB", ["sizes growing to the right"]),
+        ("ring, doubling from many", ['a size such as "2MB"', "many"]),
+        ("ring,", ['write "NAME"']),
+        ("ring/0", ["parts are a number from 1 to 256", "ring/8"]),
+        ("ring/257", ["parts are a number from 1 to 256"]),
+        ("ring/-2", ["parts are a number"]),
+        ("ring/", ["parts are a number"]),
+        ("ring/two", ["parts are a number"]),
+        ("ring/2/2", ["parts are a number"]),
+    ],
+)
+def test_what_is_no_table_is_refused_with_what_to_write(text, words):
+    with pytest.raises(ConfigError) as wrong:
+        parse_table(text)
+    assert all(word in str(wrong.value) for word in words)
+
+
+def test_a_word_is_looked_for_among_the_algorithms_of_its_collective():
+    assert parse_word("scatter-gather/4", BROADCAST.keys()) == ("scatter-gather", 4)
+    with pytest.raises(ConfigError, match="no algorithm 'ring'"):
+        parse_word("ring", BROADCAST.keys())
