@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: each says it is another host, and NVIDIA's MPS lets them run together.
+"""Several NCCL ranks on one GPU: each plays another host, and NVIDIA's MPS lets them run together.
 
     python benchmarks/one_gpu.py --hosts 2 --ranks-per-host 2 -- stretto bench collectives ...
 

@@ -20,7 +20,6 @@ from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, ResNetConfig, build_model, per_sample_loss
 from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
-from stretto.sim.cluster import load_cluster
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy, tuned
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
@@ -93,8 +92,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: The batch is larger than the data, or the model cannot take its samples.
     """
     check_trackers(config.run.trackers)
-    if config.strategy.cluster:
-        load_cluster(Path(config.strategy.cluster))
+    config.strategy.description()  # a missing one is named before anything starts
     source = open_source(config.data, train=True)
     if config.train.batch > source.num_samples:
         raise ConfigError(

@@ -11,6 +11,7 @@ from stretto.comm.schedule import Action
 from stretto.errors import StrettoError
 from stretto.sim import Cluster, Cpu, Transport, closed_form, predict, price, serial_steps
 from stretto.sim.alike import on_hosts
+from stretto.sim.bound import LeastPrice, least_in_parts
 from stretto.sim.charge import charge
 from stretto.sim.closed import FORMULAS
 from stretto.sim.engine import run_columns, run_single
@@ -18,7 +19,7 @@ from stretto.sim.outline import outline
 from stretto.telemetry.timeline import busy_s
 
 TIGHT = 1e-9
-EVEN = [(1,) * 2, (1,) * 6, (1,) * 7, (4,), (2, 2), (4, 4), (3, 3, 3, 3)]
+EVEN = [(1,) * 2, (1,) * 6, (1,) * 7, (4,), (2, 2), (4, 4), (3, 3, 3, 3), (2,) * 8]
 UNEVEN = [(3, 1, 4), (1, 4), (5, 2)]
 COSTLY = Cpu(
     cores=2,
@@ -78,6 +79,23 @@ def test_rounds_left_out_cost_what_they_cost(name, shape, pool):
     whole = charge(outline(schedule, on_hosts(schedule, where.mesh)), 10**8, where)
     expected = run_single(whole.tasks).seconds
     assert price(schedule, 10**8, where).seconds == pytest.approx(expected, rel=TIGHT)
+
+
+@pytest.mark.parametrize("pool", ["host", "shared"])
+@pytest.mark.parametrize("shape", [(1,) * 7, (4,), (3, 3, 3), (2,) * 4, (3, 1, 4)])
+@pytest.mark.parametrize("name", ALLREDUCE)
+def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool):
+    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}), native_latency_s=1e-3)
+    for num_bytes in (40, 4_000, 4_000_000):
+        for parts in (1, 3):
+            schedule = ALLREDUCE[name](where.mesh, parts)
+            priced = price(schedule, num_bytes, where)
+            alone_s = LeastPrice(schedule, where).seconds(num_bytes)
+            assert 0 < alone_s <= priced.seconds * (1 + TIGHT)
+            if parts == 1:
+                whole = priced
+            elif num_bytes >= 4 * schedule.num_chunks and not schedule.native:
+                assert least_in_parts(whole, parts, where) <= priced.seconds * (1 + TIGHT)
 
 
 @pytest.mark.parametrize("shape", [*EVEN, *UNEVEN])

@@ -109,7 +109,10 @@ class Bucket:
     def unpack(self, divisor: float = 1.0) -> None:
         """Make the sums, over ``divisor``, the gradients; nobody's parameter keeps None."""
         # Read the marks only where one could be zero everywhere: on a GPU this waits for the sum.
-        nobody = {i for i in self._missing if not bool(self.marks[i] > 0)}
+        # A sparse wire may owe a gradient of an earlier step to a parameter that nobody used now.
+        nobody = {
+            i for i in self._missing if not bool(self.marks[i] > 0) and not self._places[i].any()
+        }
         if self._home is not self.flat:
             self._home.copy_(self.flat)
         if divisor != 1.0:

@@ -11,6 +11,7 @@ from stretto.comm.channel import Channel
 from stretto.comm.gloo import open_channel
 from stretto.comm.local import local_channels
 from stretto.comm.nccl import open_nccl
+from stretto.errors import ConfigError
 
 
 def connect(
@@ -41,6 +42,8 @@ def connect(
     )
     if device == "cpu":
         return gloo
+    if not torch.cuda.is_available():
+        raise ConfigError("device cuda: there is no GPU here, or this PyTorch has no CUDA")
     quiet_watchdog()
     gpu = torch.device("cuda", met.world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)

@@ -85,18 +85,10 @@ class Errand:
     schedule: Schedule
     flat: Tensor
     legs: tuple[Leg, ...]
-    codec: Codec | None = None
-
-    @property
-    def lanes(self) -> tuple[int, ...]:
-        """Return the lanes it uses."""
-        return tuple(dict.fromkeys(leg.lane for leg in self.legs))
-
-    @property
-    def layout(self) -> str:
-        """Return what must be equal on all ranks before the first message is sent."""
-        coded = f" as {self.codec.name}" if self.codec else ""
-        return f"{self.schedule.name} over {self.flat.numel()} x {self.flat.dtype}{coded}"
+    lanes: tuple[int, ...]
+    """The lanes it uses."""
+    layout: str
+    """What must be equal on all ranks before the first message is sent."""
 
 
 def lay_out(
@@ -114,7 +106,10 @@ def lay_out(
                 f"as {codec.name}: take another algorithm, or a wire that is a plain type"
             )
     legs = () if schedule.native else tuple(_legs(schedule, flat, rank, scratch, codec))
-    return Errand(schedule, flat, legs, codec)
+    lanes = tuple(dict.fromkeys(leg.lane for leg in legs))
+    coded = f" as {codec.name}" if codec else ""
+    layout = f"{schedule.name} over {flat.numel()} x {flat.dtype}{coded}"
+    return Errand(schedule, flat, legs, lanes, layout)
 
 
 def _legs(

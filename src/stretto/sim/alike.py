@@ -20,8 +20,6 @@ class Alike:
     block: int = 1
     stride: int = 1
     """Places of a block that are so far apart are alike."""
-    on_host: int = 1
-    """How many ranks of one host each stands for."""
 
     @property
     def ranks(self) -> Ints:
@@ -38,6 +36,10 @@ class Alike:
     def copies(self) -> int:
         """Return how many ranks each of them stands for."""
         return self.size // self.num_ranks
+
+    def on_host(self, ranks: int) -> int:
+        """Return how many ranks of its own host, of so many, each of them stands for."""
+        return self.block // self.stride if ranks % self.block == 0 else 1
 
     def stand_in(self, rank: Ints) -> Ints:
         """Return who of `ranks`, by place there, stands for each of ``rank``."""
@@ -93,5 +95,5 @@ def on_hosts(schedule: Schedule, mesh: Mesh, *, turned: bool = True) -> Alike:
     period = n if schedule.period is None else math.lcm(math.gcd(schedule.period, n), k)
     block = schedule.turn if turned and schedule.turn else 1
     if k % block == 0:
-        return Alike(n, period, block, on_host=block)
+        return Alike(n, period, block)
     return Alike(n, period, block, stride=k) if block % k == 0 else Alike(n, period)

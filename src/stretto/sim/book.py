@@ -10,6 +10,7 @@ from stretto.errors import StrettoError
 from stretto.sim.bound import LeastPrice, least_in_parts
 from stretto.sim.cluster import Cluster
 from stretto.sim.price import Price, price
+from stretto.sim.serial import serial_steps
 
 AS_GOOD = 1.01
 """Within a hundredth nobody can measure a difference."""
@@ -105,30 +106,45 @@ class PriceBook:
         doublings = math.log2(known[1].parts / known[0].parts)
         return known[1].price.seconds - saved_s / doublings * math.log2(parts / known[1].parts)
 
-    def price(
-        self, candidates: Sequence[Candidate], sizes: Sequence[int], within: float = math.inf
+    def every(self, candidates: Sequence[Candidate], sizes: Sequence[int]) -> PriceList:
+        """Price all of them, and count their serial messages while they are laid out."""
+        rows: list[Row] = []
+        left_out: dict[str, str] = {}
+        for candidate in candidates:
+            found = self._rows_of(candidate, sizes, left_out)
+            if found:
+                serial_steps(found[0].schedule)
+            rows += found
+        return _listed(rows, candidates, left_out)
+
+    def near(
+        self, candidates: Sequence[Candidate], sizes: Sequence[int], within: float
     ) -> PriceList:
         """Price whatever may cost at most ``within`` times the cheapest of its size.
 
         The most promising come first, so that the others are seen to be out of the question;
         fewer parts come before more.
         """
-        best = dict.fromkeys(sizes, math.inf)
         rows: list[Row] = []
         left_out: dict[str, str] = {}
-        for candidate in self._promising(candidates, sizes) if within < math.inf else candidates:
-            try:
-                for size in sizes:
-                    if within < math.inf and self._is_out(candidate, size, within * best[size]):
-                        continue
-                    rows.append(self.row(candidate, size))
-                    best[size] = min(best[size], rows[-1].price.seconds)
-            except StrettoError as reason:
-                left_out[self.schedule(candidate).name] = str(reason)
-        turn = {candidate: index for index, candidate in enumerate(candidates)}
+        best = dict.fromkeys(sizes, math.inf)
+        for candidate in self._promising(candidates, sizes):
+            hopeful = [s for s in sizes if not self._is_out(candidate, s, within * best[s])]
+            for row in self._rows_of(candidate, hopeful, left_out):
+                best[row.num_bytes] = min(best[row.num_bytes], row.price.seconds)
+                rows.append(row)
         near = [row for row in rows if row.price.seconds <= within * best[row.num_bytes]]
-        near.sort(key=lambda r: (r.num_bytes, r.about_s, r.parts, turn[r.name, r.parts]))
-        return PriceList(tuple(near), left_out)
+        return _listed(near, candidates, left_out)
+
+    def _rows_of(
+        self, candidate: Candidate, sizes: Sequence[int], left_out: dict[str, str]
+    ) -> list[Row]:
+        """Return its rows; none, and the reason noted, where it cannot be followed."""
+        try:
+            return [self.row(candidate, size) for size in sizes]
+        except StrettoError as reason:
+            left_out[self.schedule(candidate).name] = str(reason)
+            return []
 
     def _is_out(self, candidate: Candidate, num_bytes: int, limit_s: float) -> bool:
         hoped_s = self._hoped_s(candidate, num_bytes)
@@ -146,3 +162,14 @@ class PriceBook:
             return candidate[1], min(mine / low if low else 1.0 for mine, low in pairs)
 
         return sorted(candidates, key=behind)
+
+
+def _listed(
+    rows: Iterable[Row], candidates: Sequence[Candidate], left_out: Mapping[str, str]
+) -> PriceList:
+    """Return ``rows`` in order; what costs the same stands as in ``candidates``."""
+    turn = {candidate: index for index, candidate in enumerate(candidates)}
+    ordered = sorted(
+        rows, key=lambda row: (row.num_bytes, row.about_s, row.parts, turn[row.name, row.parts])
+    )
+    return PriceList(tuple(ordered), left_out)

@@ -35,7 +35,7 @@ def price_all(
 ) -> PriceList:
     """Price every algorithm, in every number of parts that changes it, at every size."""
     book = PriceBook(cluster, algorithms)
-    return book.price(book.candidates(parts), sizes)
+    return book.every(book.candidates(parts), sizes)
 
 
 def choose(
@@ -51,7 +51,7 @@ def choose(
     if not sizes:
         raise ConfigError("no message sizes to choose for; give some, such as 1KB,1MB,32MB")
     book = PriceBook(cluster, algorithms)
-    prices = book.price(book.candidates(parts), sizes, AS_GOOD)
+    prices = book.near(book.candidates(parts), sizes, AS_GOOD)
     return tuple(explained(row, book) for row in picked(prices))
 
 
@@ -85,7 +85,7 @@ def _reason(best: Row, book: PriceBook) -> str:
     if not others:
         return "the only one there is"
     names = [_PLAIN] if _PLAIN in others else others
-    prices = book.price([(name, 1) for name in names], [best.num_bytes], within=1.0)
+    prices = book.near([(name, 1) for name in names], [best.num_bytes], within=1.0)
     if not prices.rows:
         return f"{format_s(best.price.seconds)}, and no other has a price"
     other = prices.rows[0]

@@ -142,7 +142,11 @@ class _Places:
     @property
     def _cores(self) -> float:
         cpu = self.cluster.cpu
-        return cpu.cores / (self.alike.copies if cpu.pool == "shared" else self.alike.on_host)
+        return cpu.cores / (self.alike.copies if cpu.pool == "shared" else self._on_host)
+
+    @property
+    def _on_host(self) -> int:
+        return self.alike.on_host(self.cluster.ranks_per_host[0])
 
     def _pool(self, rank: Ints) -> Ints:
         own = self.host[rank] if self.sites.pools > 1 else np.zeros_like(rank)
@@ -167,7 +171,7 @@ class _Places:
             threads + source,
             threads + target,
         ]
-        link = link * self.alike.on_host
+        link = link * self._on_host
         load = [link, link, core / self._cores, core / self._cores, core, core]
         return work, np.stack(resource, axis=1), np.stack(load, axis=1)
 

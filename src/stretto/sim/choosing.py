@@ -7,6 +7,7 @@ from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE, Algorithm
 from stretto.comm.algorithms.table import AlgorithmTable, Choice, parse_table
 from stretto.sim.book import AS_GOOD, PriceBook
+from stretto.sim.book import Row as Priced
 from stretto.sim.catalogue import Choice as Row
 from stretto.sim.catalogue import explained, picked
 from stretto.sim.cluster import Cluster
@@ -18,6 +19,8 @@ SIZES = SMALL + LARGE
 """The messages a table is made for: from a few gradients to a whole model."""
 _NEAR = 1.5
 PARTS = (1, 2, 4, 8, 16)
+_MOST_MESSAGES = 100_000
+"""What would need more to be followed is not tried in parts: every rank makes its own table."""
 NATIVE = "native"
 ASSUMED = "ethernet 10gbit"
 """What several hosts are taken to be joined by, where nobody says."""
@@ -54,16 +57,25 @@ def choose_table(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) ->
 def choose_rows(cluster: Cluster, known: Mapping[str, Algorithm] = ALLREDUCE) -> list[Row]:
     """Return the cheapest algorithm by size, with reasons: small messages whole, large in parts.
 
-    Only what is near the best as a whole is tried in parts too.
+    Only what is near the best as a whole, and not too large, is tried in parts too.
     """
     book = PriceBook(cluster, known)
     whole = book.candidates((1,))
-    small = picked(book.price(whole, SMALL, AS_GOOD))
-    near = {row.name for row in book.price(whole, LARGE, _NEAR).rows}
-    in_parts = book.candidates(PARTS, [name for name in known if name in near])
-    large = picked(book.price(in_parts, LARGE, AS_GOOD))
+    small = picked(book.near(whole, SMALL, AS_GOOD))
+    near = {row.name: _messages(row) for row in book.near(whole, LARGE, _NEAR).rows}
+    in_parts = [
+        (name, parts)
+        for name, parts in book.candidates(PARTS, [name for name in known if name in near])
+        if parts == 1 or near[name] * parts <= _MOST_MESSAGES
+    ]
+    large = picked(book.near(in_parts, LARGE, AS_GOOD))
     again = (small[-1].name, small[-1].parts) == (large[0].name, large[0].parts)
     return [explained(row, book) for row in (*small, *large[again:])]
+
+
+def _messages(row: Priced) -> int:
+    """Return how many messages have to be followed, of ranks that are not alike."""
+    return row.price.num_messages // row.price.copies
 
 
 def table_of(rows: Sequence[Row]) -> AlgorithmTable:

@@ -37,6 +37,8 @@ class Price:
     """Core-seconds, all ranks together."""
     num_messages: int
     """All ranks together."""
+    copies: int
+    """How many ranks each rank that was followed stands for."""
     spent_s: Mapping[str, float]
     """Where the time goes: the longest chain of messages and additions, by what held each up."""
     busy: Mapping[str, float]
@@ -132,7 +134,10 @@ def _bill(
     }
     link_s = float(busy_s[: whole.sites.hosts].max(initial=0.0))
     core_s = float(busy_s[sorts[CORES]].sum()) * cluster.cpu.cores
-    everywhere = 1 if cluster.cpu.pool == "shared" else alike.copies // alike.on_host
+    on_host = alike.on_host(cluster.ranks_per_host[0])
+    everywhere = 1 if cluster.cpu.pool == "shared" else alike.copies // on_host
     link_bytes = link_s * cluster.between.bytes_per_s
     num_messages = whole.num_messages * alike.copies
-    return Price(seconds, link_bytes, core_s * everywhere, num_messages, spent_s, busy)
+    return Price(
+        seconds, link_bytes, core_s * everywhere, num_messages, alike.copies, spent_s, busy
+    )

@@ -3,6 +3,8 @@
 Counted as the papers do: a rank sends one and receives one message at a time, each takes one unit.
 """
 
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,7 @@ from stretto.sim.tasks import Ints, Tasks, Waits
 _WIDE = 64
 
 
+@lru_cache(maxsize=256)
 def serial_steps(schedule: Schedule) -> int:
     """Return the number of messages on the longest chain in which each waits for the one before.
 

@@ -26,7 +26,7 @@ from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, StrettoError
 from stretto.sim.choosing import NATIVE, choose_table
-from stretto.sim.cluster import load_cluster
+from stretto.sim.cluster import Cluster, load_cluster
 from stretto.sim.fusion import fusion_threshold
 from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.sample_weights import SampleWeights
@@ -54,6 +54,11 @@ class AllReduceConfig(Config):
     wire: str = "own"
     """What gradients travel as: "own", "fp32", "bf16", "fp16", "fp8", or "topk 1%" for their
     largest entries, the rest being kept for the next step."""
+
+    def description(self) -> Cluster | None:
+        """Return the cluster's description, where there is one and something is left open."""
+        needed = self.algorithm == AUTO or self.fusion is None
+        return load_cluster(Path(self.cluster)) if self.cluster and needed else None
 
     @field_validator("algorithm")
     @classmethod
@@ -93,7 +98,7 @@ def tuned(config: AllReduceConfig, mesh: Mesh, model: nn.Module) -> AllReduceCon
     Raises:
         ConfigError: The description is missing or wrong.
     """
-    cluster = load_cluster(Path(config.cluster)) if config.cluster else None
+    cluster = config.description()
     coded = parse_wire(config.wire).codec is not None
     if config.algorithm == AUTO:
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -93,7 +94,7 @@ def describe(links: Links, mesh: Mesh, known: Cluster) -> Cluster:
     inside = _transport(links.inside) if links.inside else known.inside
     cost = links.between or links.inside
     cpu = Cpu(
-        pool="shared" if links.machines == 1 and mesh.hosts > 1 else known.cpu.pool,
+        pool=_pool(links, mesh, known),
         cores=links.cores,
         s_per_byte_between=(
             links.between.core_s_per_byte if links.between else known.cpu.s_per_byte_between
@@ -115,6 +116,13 @@ def describe(links: Links, mesh: Mesh, known: Cluster) -> Cluster:
     messages_s = price(native(mesh.size), 8, cluster).seconds
     extra_s = max(0.0, links.native_s - messages_s)
     return cluster.model_copy(update={"native_latency_s": extra_s})
+
+
+def _pool(links: Links, mesh: Mesh, known: Cluster) -> Literal["host", "shared"]:
+    """Return whose the cores are; one host alone cannot tell."""
+    if mesh.hosts == 1:
+        return known.cpu.pool
+    return "shared" if links.machines == 1 else "host"
 
 
 def _transport(cost: Cost) -> Transport:

@@ -16,7 +16,7 @@ def alone(monkeypatch):
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Let the command believe that it is one of two; it must not get as far as meeting the other."""
+    """Let the command believe that it is one of two; it must not try to meet the other."""
     monkeypatch.setattr("stretto.cluster.detect.detect", lambda: World(0, Mesh((2,))))
     monkeypatch.setattr("stretto.study.calibrate.connect", lambda *_a, **_k: pytest.fail("met"))
     monkeypatch.setattr("stretto.study.collectives.connect", lambda *_a, **_k: pytest.fail("met"))

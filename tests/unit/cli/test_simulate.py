@@ -39,7 +39,8 @@ def test_serial_steps_at_1024_ranks_are_those_of_the_papers(per_host, capsys):
 
 def test_every_host_may_have_fewer_ranks_than_the_others(capsys):
     rows = rows_of(capsys, "--ranks", "10", "--ranks-per-host", "4", "--sizes", "1KB")
-    assert len(rows) == len(ALLREDUCE)
+    assert {row["algorithm"] for row in rows} == set(ALLREDUCE)
+    assert [row["serial_steps"] for row in rows if row["algorithm"] == "ring"] == [18]
 
 
 def test_one_rank_has_nothing_to_send(capsys):
@@ -50,7 +51,7 @@ def test_one_rank_has_nothing_to_send(capsys):
 def test_a_person_is_given_a_line_for_each(capsys):
     assert main([*SIMULATE, "--ranks", "4", "--sizes", "1MB"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == "bytes algorithm time steps a link carries held up by".split()
+    assert " ".join(head.split()) == "bytes algorithm time steps a link carries held up by"
     assert {line.split()[2] for line in lines} == set(ALLREDUCE)
 
 

@@ -59,12 +59,9 @@ def test_gradients_are_summed_and_what_nobody_had_stays_absent(wire, algorithm):
         for index, (everybody, one, nobody) in enumerate(of_rank):
             assert nobody is None
             # An eighth is one step of fp8, and more than one of fp16 where numbers are so small.
-            torch.testing.assert_close(
-                everybody, torch.full((len(everybody),), 3 * SMALL * (1 + index)), rtol=1 / 8, atol=0
-            )
-            torch.testing.assert_close(
-                one, torch.full((len(one),), SMALL * (1 + index)), rtol=1 / 8, atol=0
-            )
+            for got, count in ((everybody, 3), (one, 1)):
+                wanted = torch.full_like(got, count * SMALL * (1 + index))
+                torch.testing.assert_close(got, wanted, rtol=1 / 8, atol=0)
 
 
 @pytest.mark.parametrize("wire", WIRES)

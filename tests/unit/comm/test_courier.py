@@ -1,5 +1,6 @@
 """Errands: in order, several in flight, failures where they are waited for, nothing allocated."""
 
+import re
 import threading
 import time
 
@@ -95,7 +96,10 @@ def test_a_failure_comes_out_where_it_is_waited_for_and_names_the_place():
 
     said = run_local(3, work, timeout_s=0.3)
     assert "rank 0 waits for rank 2" in said[0]
-    assert "in ring/2 for 3 ranks, round 1 of 8 of rank 0, which sends chunks" in said[0]
+    # Its two lanes run beside each other: either may be the first to give up.
+    assert re.search(
+        r"in ring/2 for 3 ranks, round [15] of 8 of rank 0, which sends chunks", said[0]
+    )
 
 
 def test_ranks_that_mean_different_messages_are_told_before_anything_is_sent():

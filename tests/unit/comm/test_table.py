@@ -1,5 +1,7 @@
 """Tables of algorithms: written, read back, and asked for a size."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +52,7 @@ def test_below_a_size_messages_are_whole_and_nothing_else_changes(table, border,
 @given(tables(), SIZES)
 def test_a_table_made_whole_says_nothing_twice(table, border):
     words = [choice.word for choice in table.whole_below(border).choices]
-    assert all(one != next_one for one, next_one in zip(words, words[1:], strict=False))
+    assert all(one != next_one for one, next_one in pairwise(words))
 
 
 def test_sizes_and_parts_are_read_as_people_write_them():

@@ -36,6 +36,16 @@ def test_a_name_may_stand_for_another_word():
     assert run_local(2, work) == [{1000}] * 2
 
 
+@pytest.mark.parametrize(("wire", "num_bytes"), [("own", 2000), ("bf16", 1000), ("fp8", 502)])
+def test_what_travels_is_what_the_wire_makes_of_it(wire, num_bytes):
+    def work(channel):
+        recorder = RecordingChannel(channel)
+        time_collective(Trial("allreduce", 4_000, wire), {"ring": "ring"}, recorder, runs=1)
+        return {m.num_bytes for m in recorder.sent if m.peer >= 0}
+
+    assert run_local(2, work) == [{num_bytes}] * 2
+
+
 def test_entries_are_no_collective():
     def work(channel):
         with pytest.raises(ConfigError, match="timed by a training step"):

@@ -7,7 +7,9 @@ from stretto.comm.local import run_local
 from stretto.measure.links import _neighbours, measure_links
 
 
-@pytest.mark.parametrize(("mesh", "between", "inside"), [((2,), 0, 1), ((1, 1), 1, 0), ((2, 1), 1, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "between", "inside"), [((2,), 0, 1), ((1, 1), 1, 0), ((2, 1), 1, 1)]
+)
 def test_what_there_is_is_measured_and_every_figure_is_positive(mesh, between, inside):
     said = []
     ranks = run_local(Mesh(mesh), lambda c: measure_links(c, said.append if c.rank == 0 else str))

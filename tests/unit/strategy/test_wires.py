@@ -21,7 +21,7 @@ TASK += ["train.batch=48", "train.log_every=1", "optim.lr=0.05", "train.eval_eve
 TOPK = "strategy.wire=topk 10%"
 NEVER = "train.save_every=1000"
 LEARNS = ["model.width=8", "model.norm=group", "optim.lr=0.1", "optim.momentum=0", NEVER]
-LEARNS += ["train.steps=40"]
+LEARNS += ["train.steps=60"]
 """Without momentum: what is sent late and then kept moving for long makes a short run diverge."""
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.cluster.world import Mesh
+from stretto.cluster.world import Mesh, World
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.algorithms.table import parse_table
 from stretto.comm.local import run_local
@@ -12,11 +12,9 @@ from stretto.measure.links import Cost, Links
 from stretto.sim.choosing import SIZES, described
 from stretto.sim.cluster import load_cluster
 from stretto.sim.presets import preset
-from stretto.study.calibrate import Measured, describe, of_rank_0, pick, table_of
+from stretto.study.calibrate import How, Measured, calibrate, describe, of_rank_0, pick, table_of
 
-OUT = Cost(
-    latency_s=300e-6, bytes_per_s=40e6, core_s_per_byte=1.5e-9, core_s_per_message=100e-6
-)
+OUT = Cost(latency_s=300e-6, bytes_per_s=40e6, core_s_per_byte=1.5e-9, core_s_per_message=100e-6)
 IN = Cost(latency_s=80e-6, bytes_per_s=1e9, core_s_per_byte=0.5e-9, core_s_per_message=50e-6)
 KNOWN = preset("ethernet 10gbit").model_copy(update={"tables": {"9x9": "ring"}})
 
@@ -94,6 +92,29 @@ def test_ranks_that_know_different_things_go_on_with_what_rank_0_knows():
     ranks = run_local(Mesh((2, 1)), work)
     assert [told for told, _ in ranks] == [ranks[0][1]] * 3
     assert ranks[0][1] != ranks[1][1]
+
+
+def test_a_calibration_times_what_rank_0s_description_puts_first(monkeypatch):
+    """On one rank alone the file is there: not every disk is shared."""
+    channels = {}
+    monkeypatch.setattr("torch.set_num_threads", lambda _threads: None)
+    monkeypatch.setattr("stretto.study.calibrate.connect", lambda w, **_: channels[w.rank])
+    monkeypatch.setattr("stretto.study.calibrate.SIZES", (1_000, 2_000_000))
+    odd = preset("gpu nodes 100gbit").model_copy(update={"tables": {"9x9": "ring"}})
+
+    def work(channel):
+        channels[channel.rank] = channel
+        known = odd if channel.rank == 0 else None
+        said = []
+        found = calibrate(World(channel.rank, channel.mesh), known, How(runs=1), said.append)
+        return found, said
+
+    (first, said), *others = run_local(Mesh((2, 1)), work)
+    assert all(other == (first, said) for other in others)
+    assert [row.num_bytes for row in first.rows] == [1_000, 2_000_000]
+    assert first.cluster.tables == {"9x9": "ring", "2+1": str(table_of(first.rows))}
+    assert first.cluster.name == odd.name
+    assert any(line.startswith("2 MB: ") for line in said)
 
 
 def test_the_fastest_wins_and_the_next_is_told():

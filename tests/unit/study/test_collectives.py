@@ -22,7 +22,10 @@ def asked(**wanted) -> Request:
 
 def test_a_request_has_a_trial_for_each_size():
     request = asked(sizes="1KB, 2MB", wire="bf16", algorithms="ring/4, hybrid,")
-    assert request.trials == (Trial("allreduce", 1000, "bf16"), Trial("allreduce", 2_000_000, "bf16"))
+    assert request.trials == (
+        Trial("allreduce", 1000, "bf16"),
+        Trial("allreduce", 2_000_000, "bf16"),
+    )
     assert request.words == ("ring/4", "hybrid")
     assert request.runs == 3
     assert request.cluster is None

@@ -49,6 +49,7 @@ class SparseSum:
         self._values = entries[:, self._num : 2 * self._num].view(torch.float32)
         self._rank = rank
         self._errand = courier.prepare(gather, entries)
+        courier.agree(self._errand)
 
     @torch.no_grad()
     def start(self) -> "SparsePending":
