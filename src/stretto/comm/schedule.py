@@ -246,10 +246,13 @@ def chunk_bounds(numel: int, num_chunks: int) -> tuple[int, ...]:
 
 
 def _check(schedule: Schedule, rank: int, index: int, op: Op) -> None:
-    where = f"{schedule.name} for {schedule.size} ranks: operation {index} of rank {rank}"
+    wrong = None
     if op.peer == rank or not 0 <= op.peer < schedule.size:
-        raise ScheduleError(f"{where}: there is no peer {op.peer}")
-    if not 0 <= op.start < op.stop <= schedule.num_chunks:
-        raise ScheduleError(f"{where}: no chunks {op.start}..{op.stop} of {schedule.num_chunks}")
-    if any(not 0 <= needed < index for needed in op.after):
-        raise ScheduleError(f"{where}: waits for {op.after}, which are not earlier operations")
+        wrong = f"there is no peer {op.peer}"
+    elif not 0 <= op.start < op.stop <= schedule.num_chunks:
+        wrong = f"no chunks {op.start}..{op.stop} of {schedule.num_chunks}"
+    elif op.after and not 0 <= min(op.after) <= max(op.after) < index:
+        wrong = f"waits for {op.after}, which are not earlier operations"
+    if wrong:
+        where = f"{schedule.name} for {schedule.size} ranks: operation {index} of rank {rank}"
+        raise ScheduleError(f"{where}: {wrong}")

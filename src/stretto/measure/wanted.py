@@ -12,7 +12,7 @@ class Wanted:
     sizes: str = SIZES
     """Bytes of the tensor, as 1KB,32MB."""
     algorithms: str = ""
-    """As ring/4,hierarchical/8,hybrid; "all" for every one; the likely ones when left out."""
+    """As ring/4,hierarchical/8; "hybrid" for the table's; "all"; "likely", also when left out."""
     collective: str = "allreduce"
     """allreduce, reduce-scatter, all-gather or broadcast."""
     wire: str = "own"

@@ -55,6 +55,7 @@ class Waits:
     def __init__(self, earlier: Ints, later: Ints, count: int) -> None:
         self._successor, self._first = successors(earlier, later, count)
         self._missing = np.bincount(later, minlength=count)
+        self._turn = np.empty(count, dtype=np.int64)
 
     def over(self) -> Ints:
         """Return what waits for nothing."""
@@ -69,7 +70,11 @@ class Waits:
         within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
         freed: Ints = self._successor[np.repeat(first, count) + within]
         np.subtract.at(self._missing, freed, 1)
-        return np.unique(freed[self._missing[freed] == 0]).astype(np.int64)
+        free: Ints = freed[self._missing[freed] == 0]
+        turn = np.arange(len(free))
+        self._turn[free] = turn
+        once: Ints = free[self._turn[free] == turn]  # also if several let it go at once
+        return once
 
 
 def successors(earlier: Ints, later: Ints, count: int) -> tuple[Ints, Ints]:

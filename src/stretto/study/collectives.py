@@ -24,8 +24,8 @@ from stretto.sim.choosing import LARGE, NATIVE, PARTS, choose_table, described
 from stretto.sim.cluster import Cluster, load_cluster
 from stretto.units import format_bytes, parse_bytes
 
-HYBRID, ALL = "hybrid", "all"
-"""Stand for whatever the table picks for a size, and for every algorithm there is."""
+HYBRID, ALL, LIKELY = "hybrid", "all", "likely"
+"""Stand for what the table picks for a size, every algorithm there is, and those priced best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _check_word(word: str, trial: Trial, able: Collection[str]) -> None:
             f"{HYBRID} stands for a table of all-reduce algorithms, there is none for "
             f"{trial.collective}: name one of {', '.join(COLLECTIVES[trial.collective])}"
         )
-    if word in (HYBRID, ALL):
+    if word in (HYBRID, ALL, LIKELY):
         return
     name, _ = parse_word(word, COLLECTIVES[trial.collective].keys())
     if name not in able:
@@ -118,10 +118,10 @@ def bench_collectives(world: World, request: Request, say: Callable[[str], None]
 def words_for(trial: Trial, request: Request, world: World, mesh: Mesh) -> dict[str, str]:
     """Return what is timed for ``trial``: names, and the algorithms they stand for."""
     cluster = request.cluster or described(mesh, world.link_bits_per_s)
-    words = list(request.words)
-    if ALL in words or not words:
-        named = [word for word in words if word != ALL]
-        words = [*named, *candidates(trial, cluster.with_mesh(mesh), every=bool(words))]
+    words = list(request.words or [LIKELY])
+    if ALL in words or LIKELY in words:
+        named = [word for word in words if word not in (ALL, LIKELY)]
+        words = [*named, *candidates(trial, cluster.with_mesh(mesh), every=ALL in words)]
     meant = {word: word for word in words}
     if HYBRID in words:
         # Nobody has described a GPU's links: the back end knows them.

@@ -213,7 +213,7 @@ def test_loads_of_too_many_kinds_are_told_as_a_range():
     chain = [
         tuple(
             [Op(Action.COPY, p, 0, 1, after=tuple(range(p))) for p in range(r)]
-            + [replace(op, after=tuple(range(r))) for op in send[r:]]
+            + [op._replace(after=tuple(range(r))) for op in send[r:]]
         )
         for r in range(9)
     ]
