@@ -57,7 +57,15 @@ def hosts() -> Iterator[Claim]:
 def hybrid() -> Iterator[Claim]:
     """2 x 4, 1 KB to 64 MB: the calibrated table against every algorithm that is near it."""
     with described(2, 4, "400mbit") as cluster:
-        command = [*BENCH, "--runs", "5", "--cluster", str(cluster), "--algorithms", "hybrid,likely"]
+        command = [
+            *BENCH,
+            "--runs",
+            "5",
+            "--cluster",
+            str(cluster),
+            "--algorithms",
+            "hybrid,likely",
+        ]
         rows = run("hybrid_2x4_400mbit", lab(2, 4, "400mbit", *command))
     for size, of_size in by_size(rows).items():
         best = min(seconds(row) for word, row in of_size.items() if word != "hybrid")

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE, Algorithm
 from stretto.comm.algorithms.table import AlgorithmTable, Choice, parse_table
+from stretto.comm.schedule import Schedule, pipelined
 from stretto.sim.book import AS_GOOD, PriceBook
 from stretto.sim.book import Row as Priced
 from stretto.sim.catalogue import Choice as Row
@@ -22,6 +24,8 @@ PARTS = (1, 2, 4, 8, 16)
 _MOST_MESSAGES = 100_000
 """What would need more to be followed is not tried in parts: every rank makes its own table."""
 NATIVE = "native"
+IN_A_ROW = 8
+"""Messages that are priced together where many follow each other."""
 ASSUMED = "ethernet 10gbit"
 """What several hosts are taken to be joined by, where nobody says."""
 BOX = "box 400mbit"
@@ -52,6 +56,31 @@ def choose_table(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) ->
     shaped = (cluster or preset(ASSUMED)).with_mesh(mesh)
     known = {name: make for name, make in ALLREDUCE.items() if native or name != NATIVE}
     return table_of(choose_rows(shaped, known))
+
+
+def choose_stream(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) -> AlgorithmTable:
+    """Return the algorithms for messages of which many follow each other, as a step's buckets do.
+
+    There it counts how soon the next one is through, not how long one takes alone: where phases
+    have lanes of their own, the last phase of one message overlaps the first of the next. So what
+    is priced is several in a row, each in one part.
+    """
+    if cluster is None and mesh.hosts == 1:
+        return choose_table(None, mesh, native=native)
+    shaped = (cluster or preset(ASSUMED)).with_mesh(mesh)
+    streams = {
+        name: partial(_in_a_row, make)
+        for name, make in ALLREDUCE.items()
+        if native or name != NATIVE
+    }
+    book = PriceBook(shaped, streams)
+    rows = picked(book.near(book.candidates((1,)), [IN_A_ROW * size for size in SIZES], AS_GOOD))
+    choices = [Choice(row.num_bytes // IN_A_ROW, row.name) for row in rows]
+    return AlgorithmTable((replace(choices[0], least=0), *choices[1:]))
+
+
+def _in_a_row(make: Algorithm, mesh: Mesh, _parts: int) -> Schedule:
+    return pipelined(make(mesh, 1), IN_A_ROW)
 
 
 def choose_rows(cluster: Cluster, known: Mapping[str, Algorithm] = ALLREDUCE) -> list[Row]:

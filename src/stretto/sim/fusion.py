@@ -2,14 +2,15 @@
 
 A message of n bytes takes about latency + n / rate, so it reaches the share e of the rate once
 n = e / (1 - e) x latency x rate. Gradients are fused up to that size and no further: larger buckets
-leave later and gain little.
+leave later and gain little. The share is high because messages take cores from backward, which a
+price of communication alone does not count.
 """
 
 from stretto.comm.algorithms.table import AlgorithmTable
 from stretto.sim.cluster import Cluster
 from stretto.sim.price import price
 
-EFFICIENCY = 0.9
+EFFICIENCY = 0.98
 _NEAR, _FAR = 16_000_000, 64_000_000
 """Where a price is a line in the number of bytes."""
 _LEAST, _MOST = 64_000, 64_000_000

@@ -25,7 +25,7 @@ from stretto.comm.reducer import Reducer, Summed, Weights
 from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, StrettoError
-from stretto.sim.choosing import NATIVE, choose_table
+from stretto.sim.choosing import NATIVE, choose_stream
 from stretto.sim.cluster import Cluster, load_cluster
 from stretto.sim.fusion import fusion_threshold
 from stretto.strategy.base import Agreed, MakeOptimizer
@@ -48,7 +48,7 @@ class AllReduceConfig(Config):
     """Description written by stretto calibrate; for "auto", and for fusion when not set."""
     fusion: Bytes | None = None
     """Gradients are fused into buckets of at most this size; a larger one travels alone. When not
-    set, the smallest that reaches nine tenths of the cluster's rate; 4 MB without a cluster."""
+    set, the smallest that reaches 98 % of the cluster's rate; 4 MB without a cluster."""
     cuts: tuple[int, ...] | None = None
     """Tensors per bucket in the order of backward; derived from ``fusion`` when not set."""
     wire: str = "own"
@@ -103,14 +103,12 @@ def tuned(config: AllReduceConfig, mesh: Mesh, model: nn.Module) -> AllReduceCon
     if config.algorithm == AUTO:
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         unknown = cluster is None and on_gpu
-        table = choose_table(cluster, Mesh((1,)) if unknown else mesh, native=not coded)
+        table = choose_stream(cluster, Mesh((1,)) if unknown else mesh, native=not coded)
     else:
         table = parse_table(config.algorithm)
     fusion = _fusion(config)
     if config.fusion is None and cluster is not None and mesh.size > 1:
         fusion = fusion_threshold(cluster.with_mesh(mesh), table)
-    if config.algorithm == AUTO:
-        table = table.whole_below(2 * fusion)  # buckets follow each other as parts would
     return config.model_copy(update={"algorithm": str(table), "fusion": fusion})
 
 

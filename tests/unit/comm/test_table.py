@@ -1,7 +1,5 @@
 """Tables of algorithms: written, read back, and asked for a size."""
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,22 +35,6 @@ def test_a_size_is_given_the_last_choice_that_begins_at_or_below_it(table, size)
     picked = table.pick(size)
     assert picked.least <= size
     assert all(other.least <= picked.least or other.least > size for other in table.choices)
-
-
-@given(tables(), SIZES, SIZES)
-def test_below_a_size_messages_are_whole_and_nothing_else_changes(table, border, size):
-    whole = table.whole_below(border)
-    before, after = table.pick(size), whole.pick(size)
-    assert after.name == before.name
-    assert after.parts == (1 if size < border else before.parts)
-    assert whole.whole_below(border) == whole
-    assert parse_table(str(whole)) == whole
-
-
-@given(tables(), SIZES)
-def test_a_table_made_whole_says_nothing_twice(table, border):
-    words = [choice.word for choice in table.whole_below(border).choices]
-    assert all(one != next_one for one, next_one in pairwise(words))
 
 
 def test_sizes_and_parts_are_read_as_people_write_them():

@@ -3,6 +3,7 @@ import pytest
 from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.algorithms.table import parse_table
+from stretto.comm.schedule import pipelined
 from stretto.sim import PRESETS, choosing, preset, price
 from stretto.sim.book import PriceBook
 from stretto.sim.catalogue import Choice
@@ -12,6 +13,7 @@ from stretto.sim.choosing import (
     SIZES,
     SMALL,
     choose_rows,
+    choose_stream,
     choose_table,
     table_of,
 )
@@ -126,3 +128,23 @@ def test_what_costs_the_same_but_for_rounding_is_a_tie_that_the_first_of_the_tab
     book = PriceBook(cluster, ALLREDUCE)
     same = [(name, 1) for name in ("halving-doubling", "hierarchical-halving")]
     assert [row.name for row in book.every(same, [64_000]).rows] == [name for name, _ in same]
+
+
+def test_in_a_row_lanes_beat_what_is_fastest_alone():
+    """Alone, halving and doubling wins at 1 MB; of many in a row, phases on lanes overlap."""
+    box, mesh = preset("box 400mbit"), Mesh((4, 4))
+    stream = choose_stream(box, mesh)
+    assert stream.pick(1_000_000).name.startswith("hierarchical")
+    assert all(choice.parts == 1 for choice in stream.choices)
+    where = box.with_mesh(mesh)
+
+    def in_a_row(name):
+        return price(pipelined(ALLREDUCE[name](mesh, 1), 8), 8_000_000, where).seconds
+
+    best = min(in_a_row(name) for name in ALLREDUCE)
+    assert in_a_row(stream.pick(1_000_000).name) <= 1.01 * best
+
+
+def test_in_a_row_one_undescribed_host_is_left_to_the_back_end():
+    assert str(choose_stream(None, Mesh((4,)))) == "native"
+    assert "native" not in str(choose_stream(None, Mesh((4,)), native=False))

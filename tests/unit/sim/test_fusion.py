@@ -22,9 +22,9 @@ def test_a_block_reaches_its_share_of_the_rate(efficiency):
 def test_a_threshold_is_the_block_of_what_the_table_sends():
     # Two ranks that exchange all: one latency, and each byte once.
     where = cluster(1e-3, 1e8)
-    assert fusion_threshold(where, parse_table("doubling")) == 900_000
+    assert fusion_threshold(where, parse_table("doubling")) == 4_900_000
     # Around a ring of two: two latencies, and half of each byte twice.
-    assert fusion_threshold(where, parse_table("ring")) == 1_800_000
+    assert fusion_threshold(where, parse_table("ring")) == 9_800_000
 
 
 def test_the_table_is_asked_for_large_messages():

@@ -11,7 +11,7 @@ from stretto.config import load
 from stretto.config.write import to_toml
 from stretto.errors import ConfigError
 from stretto.run import RunConfig, prepare, resolve_run
-from stretto.sim.choosing import choose_table
+from stretto.sim.choosing import choose_stream
 from stretto.sim.cluster import load_cluster
 from stretto.sim.fusion import fusion_threshold
 from stretto.sim.presets import preset
@@ -47,26 +47,21 @@ def test_on_one_host_that_nobody_described_the_back_end_is_taken(mesh):
 
 
 def test_hosts_that_nobody_described_are_taken_to_be_on_ethernet():
-    table = choose_table(preset("ethernet 10gbit"), HOSTS).whole_below(8_000_000)
+    table = choose_stream(preset("ethernet 10gbit"), HOSTS)
     assert chosen(HOSTS) == AllReduceConfig(algorithm=str(table), fusion=4_000_000)
     assert "native" not in chosen(HOSTS, wire="fp8").algorithm
 
 
-def test_the_measured_table_of_the_shape_is_taken_in_one_part_below_twice_the_fusion(cluster):
-    assert chosen(cluster=cluster, fusion="2MB").algorithm == (
-        "doubling, hierarchical from 64KB, hierarchical/8 from 4MB, ring/4 from 100MB"
-    )
-
-
-def test_a_shape_that_was_not_measured_is_priced_instead(cluster):
-    picked = chosen(Mesh((2, 2, 2)), cluster=cluster, fusion="2MB")
-    assert picked.algorithm != chosen(cluster=cluster, fusion="2MB").algorithm
-    below = [c for c in parse_table(picked.algorithm).choices if c.least < 4_000_000]
-    assert all(choice.parts == 1 for choice in below)
+@pytest.mark.parametrize("mesh", [HOSTS, Mesh((2, 2, 2))])
+def test_buckets_go_whole_by_what_is_cheapest_in_a_row_on_the_described_cluster(cluster, mesh):
+    picked = chosen(mesh, cluster=cluster, fusion="2MB").algorithm
+    assert picked == str(choose_stream(load_cluster(Path(cluster)), mesh))
+    assert all(choice.parts == 1 for choice in parse_table(picked).choices)
 
 
 def test_fusion_follows_from_the_cluster_unless_it_is_set(cluster):
-    wanted = fusion_threshold(load_cluster(Path(cluster)).with_mesh(HOSTS), parse_table(TABLE))
+    described = load_cluster(Path(cluster)).with_mesh(HOSTS)
+    wanted = fusion_threshold(described, choose_stream(described, HOSTS))
     assert chosen(cluster=cluster).fusion == wanted
     assert chosen(cluster=cluster, fusion="123KB").fusion == 123_000
     assert chosen(Mesh((1,)), cluster=cluster).fusion == 4_000_000
@@ -79,10 +74,9 @@ def test_a_fusion_of_zero_is_one_every_gradient_travels_alone():
     assert bucket_cuts(settled, model) == (1, 1, 1, 1)
 
 
-def test_a_table_with_the_back_end_is_priced_anew_for_a_wire_it_cannot_sum(tmp_path):
+def test_the_back_end_is_not_taken_for_a_wire_it_cannot_sum(tmp_path):
     path = tmp_path / "cluster.toml"
     preset("box 400mbit").model_copy(update={"tables": {HOSTS.shape: "native"}}).write(path)
-    assert chosen(cluster=str(path)).algorithm == "native"
     assert "native" not in chosen(cluster=str(path), wire="fp8").algorithm
 
 

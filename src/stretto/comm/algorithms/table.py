@@ -45,19 +45,6 @@ class AlgorithmTable:
         """Return the choice for a message of ``num_bytes``."""
         return next(choice for choice in reversed(self.choices) if num_bytes >= choice.least)
 
-    def whole_below(self, num_bytes: int) -> "AlgorithmTable":
-        """Return the same algorithms, messages below ``num_bytes`` in one part.
-
-        For messages of which many follow each other: they overlap as parts of one would.
-        """
-        choices: list[Choice] = []
-        for least in sorted({num_bytes, *(choice.least for choice in self.choices)}):
-            picked = self.pick(least)
-            parts = picked.parts if least >= num_bytes else 1
-            if not choices or (choices[-1].name, choices[-1].parts) != (picked.name, parts):
-                choices.append(Choice(least, picked.name, parts))
-        return AlgorithmTable(tuple(choices))
-
     def __str__(self) -> str:
         first, *others = self.choices
         return ", ".join([first.word, *(f"{c.word} from {_exactly(c.least)}" for c in others)])
