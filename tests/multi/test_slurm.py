@@ -34,6 +34,8 @@ context = 32
 [optim]
 kind = "adamw"
 warmup_steps = 5
+[strategy]
+algorithm = "native"  # the undisturbed run has all ranks on one host: "auto" would add otherwise
 [train]
 batch = 24
 steps = {STEPS}
