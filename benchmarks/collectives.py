@@ -90,7 +90,7 @@ def others() -> Iterator[Claim]:
 
 def step() -> Iterator[Claim]:
     """A training step on 2 x 4 ranks at 200 Mbit/s: the calibrated hybrid against tuned DDP."""
-    with described(2, 4, "200mbit") as cluster:
+    with described(2, 4, "200mbit", "--no-table") as cluster:
         command = ["stretto", "bench", "step", "--runs", "5", "--json"]
         command += [f"strategy.cluster={cluster}"]
         rows = run("step_2x4_200mbit", lab(2, 4, "200mbit", *command))
@@ -101,7 +101,8 @@ def step() -> Iterator[Claim]:
 class described:  # noqa: N801 - reads as the words of a with statement
     """A cluster's description, calibrated on the spot and kept with the records."""
 
-    def __init__(self, hosts: int, per_host: int, rate: str) -> None:
+    def __init__(self, hosts: int, per_host: int, rate: str, *more: str) -> None:
+        self._more = more
         self._folder = tempfile.TemporaryDirectory()
         self._lab = (hosts, per_host, rate)
 
@@ -109,7 +110,8 @@ class described:  # noqa: N801 - reads as the words of a with statement
         path = Path(self._folder.name) / "cluster.toml"
         hosts, per_host, rate = self._lab
         name = f"calibrate_{hosts}x{per_host}_{rate}"
-        run(name, lab(*self._lab, "stretto", "calibrate", "--json", "--out", str(path)))
+        command = ["stretto", "calibrate", "--json", "--out", str(path), *self._more]
+        run(name, lab(*self._lab, *command))
         return path
 
     def __exit__(self, *_failure: object) -> None:
