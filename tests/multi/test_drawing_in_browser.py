@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from html import unescape
 
 import pytest
@@ -11,8 +10,7 @@ from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.report.drawing.diagram import diagram
 from stretto.report.drawing.svg import draw_svg
-from tests.multi.needs import require
-from tests.multi.test_report_in_browser import FLAGS
+from tests.multi.browser import opened
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
 
@@ -41,18 +39,10 @@ document.body.dataset.seen = JSON.stringify({
 def looked_at(svg: str, folder) -> dict[str, object]:
     page = folder / "page.html"
     page.write_text(f"<!doctype html><body>{svg}<script>{LOOK}</script></body>")
-    done = subprocess.run(
-        ["chromium", *FLAGS, f"--user-data-dir={folder / 'profile'}", page.as_uri()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    return json.loads(unescape(re.search(r'data-seen="([^"]*)"', done.stdout)[1]))
+    return json.loads(unescape(re.search(r'data-seen="([^"]*)"', opened(page))[1]))
 
 
 def test_a_browser_shows_every_arrow_and_label_in_the_colour_of_its_lane(tmp_path):
-    require("chromium")
     mesh = Mesh((2, 2))
     shown = diagram(ALLREDUCE["hierarchical"](mesh, 2), mesh, "allreduce")
     assert looked_at(draw_svg(shown), tmp_path) == {
@@ -64,16 +54,9 @@ def test_a_browser_shows_every_arrow_and_label_in_the_colour_of_its_lane(tmp_pat
 
 
 def test_a_browser_opens_the_file_itself_without_complaint(tmp_path):
-    require("chromium")
     mesh = Mesh((4,))
     file = tmp_path / "ring.svg"
     file.write_text(draw_svg(diagram(ALLREDUCE["ring"](mesh, 1), mesh, "allreduce")))
-    done = subprocess.run(
-        ["chromium", *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
-    assert "parsererror" not in done.stdout
-    assert done.stdout.count('class="message"') == 24
+    document = opened(file)
+    assert "parsererror" not in document
+    assert document.count('class="message"') == 24

@@ -69,7 +69,7 @@ def collectives(
     from stretto.study.collectives import bench_collectives, request_of
 
     world = _world("collectives", runs)
-    request = request_of(wanted, cluster, world, runs)
+    request = request_of(wanted, cluster, runs)
     rows = bench_collectives(world, request, _say if world.rank == 0 else lambda _: None)
     if world.rank == 0:
         _print(rows, as_json=json_)

@@ -104,10 +104,11 @@ def _print_prices(prices: "PriceList", sizes: list[int], *, as_json: bool) -> No
 
 
 def _print_choices(rows: "list[Choice]", *, as_json: bool) -> None:
+    from stretto.comm.algorithms.table import word_of
     from stretto.units import format_bytes, format_s
 
     for row in rows:
-        name = row.name if row.parts == 1 else f"{row.name}/{row.parts}"
+        name = word_of(row.name, row.parts)
         if as_json:
             facts = {"from_bytes": row.from_bytes, "algorithm": name, "seconds": row.seconds}
             print(json.dumps({**facts, "reason": row.reason}))

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.comm.algorithms import Algorithm
+from stretto.comm.algorithms.table import word_of
 from stretto.comm.schedule import Schedule
 from stretto.errors import StrettoError
 from stretto.sim.bound import LeastPrice, least_in_parts
@@ -27,6 +28,11 @@ class Row:
     num_bytes: int
     price: Price
     schedule: Schedule
+
+    @property
+    def word(self) -> str:
+        """Return the algorithm as it is written in a table."""
+        return word_of(self.name, self.parts)
 
     @property
     def about_s(self) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from stretto.cluster.world import Mesh, World
 from stretto.comm.algorithms import Algorithm
-from stretto.comm.algorithms.table import Choice, parse_word
+from stretto.comm.algorithms.table import parse_word
 from stretto.comm.codecs import parse_wire
 from stretto.comm.connect import connect
 from stretto.config.text import suggestion
@@ -34,14 +34,14 @@ class Request:
 
     trials: tuple[Trial, ...]
     words: tuple[str, ...] = ()
-    """``"ring/4"``, "hybrid", "all"; the likely ones when empty."""
+    """``"ring/4"``, "hybrid", "all", "likely", also when empty."""
     cluster: Cluster | None = None
     """What is known of the links; decides what is likely, and what "hybrid" stands for."""
     runs: int = 5
 
 
-def request_of(wanted: Wanted, cluster: Path | None, world: World, runs: int) -> Request:
-    """Return what is to be timed on the ranks of ``world``; mistakes are named before they meet.
+def request_of(wanted: Wanted, cluster: Path | None, runs: int) -> Request:
+    """Return what is to be timed; mistakes are named before the ranks meet.
 
     Raises:
         ConfigError: A size, an algorithm, a collective, a wire or a device that is not one.
@@ -141,13 +141,10 @@ def candidates(trial: Trial, cluster: Cluster, *, every: bool = False, most: int
     for row in rows:
         best.setdefault(row.name, row)
     if every:
-        return sorted({*best, *(_word(row) for row in best.values())})
+        return sorted({*best, *(row.word for row in best.values())})
     own = [NATIVE] if NATIVE in known else []
-    return [*dict.fromkeys([*map(_word, _without_twins(best.values())[:most]), *own])]
-
-
-def _word(row: Priced) -> str:
-    return Choice(0, row.name, row.parts).word
+    first = _without_twins(best.values())[:most]
+    return [*dict.fromkeys([*(row.word for row in first), *own])]
 
 
 def _without_twins(rows: Iterable[Priced]) -> list[Priced]:

@@ -17,7 +17,7 @@ LAB = World(0, MESH, link_bits_per_s=80_000_000)
 
 
 def asked(**wanted) -> Request:
-    return request_of(Wanted(**wanted), None, WORLD, 3)
+    return request_of(Wanted(**wanted), None, 3)
 
 
 def test_a_request_has_a_trial_for_each_size():
@@ -33,10 +33,10 @@ def test_a_request_has_a_trial_for_each_size():
 
 def test_a_clusters_description_is_read(tmp_path):
     preset("box 400mbit").write(tmp_path / "box.toml")
-    request = request_of(Wanted(), tmp_path / "box.toml", WORLD, 3)
+    request = request_of(Wanted(), tmp_path / "box.toml", 3)
     assert request.cluster == preset("box 400mbit")
     with pytest.raises(ConfigError, match="no cluster description"):
-        request_of(Wanted(), tmp_path / "other.toml", WORLD, 3)
+        request_of(Wanted(), tmp_path / "other.toml", 3)
 
 
 @pytest.mark.parametrize(

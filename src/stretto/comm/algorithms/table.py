@@ -28,7 +28,7 @@ class Choice:
     @property
     def word(self) -> str:
         """Return the algorithm as it is written in a table."""
-        return self.name if self.parts == 1 else f"{self.name}/{self.parts}"
+        return word_of(self.name, self.parts)
 
     def schedule(self, mesh: Mesh) -> Schedule:
         """Return its schedule on ``mesh``."""
@@ -70,6 +70,11 @@ def parse_table(text: str) -> AlgorithmTable:
             )
         choices.append(Choice(least, *parse_word(word)))
     return AlgorithmTable(tuple(choices))
+
+
+def word_of(name: str, parts: int) -> str:
+    """Return the word that `parse_word` reads."""
+    return name if parts == 1 else f"{name}/{parts}"
 
 
 def parse_word(word: str, known: Collection[str] = ALLREDUCE.keys()) -> tuple[str, int]:

@@ -21,8 +21,6 @@ from stretto.errors import ScheduleError
 
 PER_HOP_ERROR = 1 / 17
 """Largest error of one rounding, relative to the largest magnitude of the block."""
-SMALLEST_STEP = 2.0**-126
-"""Distance between the finest representable values, where a block is all but zero."""
 TILE, LARGE_TILE = 1 << 17, 1 << 22
 """Elements worked on at once: on a CPU few, which stay in its cache; else many, in few launches."""
 
