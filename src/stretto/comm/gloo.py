@@ -3,6 +3,10 @@
 Note: groups and generations. The default group of torch.distributed is never used. A group is
 built on the launcher's store under a prefix that names its *generation*; after a death the
 survivors build the next generation on the same store, with other members, and close the old one.
+
+Note: a lane is a connection of its own. Before a message moves, its receiver sends a word that it
+is ready, down the same connection as what the receiver itself sends: behind another lane's bulk
+that word would wait until all of it has left, and two directions would take turns.
 """
 
 import os
@@ -42,20 +46,24 @@ _CAUSES = {
 class GlooChannel:
     """This process's end of one generation of a group; made by `open_channel`."""
 
-    def __init__(self, group: ProcessGroupGloo, members: Sequence[int], mesh: Mesh) -> None:
-        self._group: Any = group
+    def __init__(
+        self, open_lane: Callable[[int], ProcessGroupGloo], members: Sequence[int], mesh: Mesh
+    ) -> None:
+        self._open_lane = open_lane
+        self._lanes: list[Any] = []
         self._members = tuple(members)
         self._mesh = mesh
+        self.reserve(1)
 
     @property
     def rank(self) -> int:
         """My place in the group."""
-        return int(self._group.rank())
+        return int(self._lanes[0].rank())
 
     @property
     def size(self) -> int:
         """Number of members."""
-        return int(self._group.size())
+        return int(self._lanes[0].size())
 
     @property
     def mesh(self) -> Mesh:
@@ -63,7 +71,9 @@ class GlooChannel:
         return self._mesh
 
     def reserve(self, lanes: int) -> None:
-        """Do nothing: a lane is a tag."""
+        """Connect as many lanes as there are not yet; every member calls this together."""
+        while len(self._lanes) < lanes:
+            self._lanes.append(self._open_lane(len(self._lanes)))
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Post every receive, then every send, then wait for all."""
@@ -71,9 +81,9 @@ class GlooChannel:
         peer = -1  # whoever the failing call was about
         try:
             for peer, tensor, lane in receives:
-                works.append((peer, self._group.recv([tensor], peer, lane)))
+                works.append((peer, self._lanes[lane].recv([tensor], peer, 0)))
             for peer, tensor, lane in sends:
-                works.append((peer, self._group.send([tensor], peer, lane)))
+                works.append((peer, self._lanes[lane].send([tensor], peer, 0)))
             for peer, work in works:  # noqa: B007 - named in the error below
                 work.wait()
         except RuntimeError as failure:
@@ -84,7 +94,7 @@ class GlooChannel:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.SUM)
         try:
-            return _Work(self._group.allreduce([tensor], options), self)
+            return _Work(self._lanes[0].allreduce([tensor], options), self)
         except RuntimeError as failure:
             raise ChannelError(self._describe(-1, failure)) from failure
 
@@ -93,7 +103,8 @@ class GlooChannel:
 
     def close(self) -> None:
         """Leave the group; a peer that still waits for us waits until its time-out."""
-        self._group.shutdown()
+        for group in self._lanes:
+            group.shutdown()
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:
         who = "a peer" if peer < 0 else f"rank {self._members[peer]}"
@@ -143,21 +154,30 @@ def open_channel(
     """
     mesh = members if isinstance(members, Mesh) else Mesh((len(members),))
     ranks = range(mesh.size) if isinstance(members, Mesh) else members
-    options = _Gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    # Two sums in flight keep the wire busy while the first one ends; four measured no better.
-    options._threads = 2
     prefix = PrefixStore(f"channel/{generation}", store)
-    try:
-        with _patient_threads():
-            options._devices = [_Gloo.create_device(interface=interface or "lo")]
-        group = _Gloo(prefix, ranks.index(rank), mesh.size, options)
-    except RuntimeError as failure:
-        raise ChannelError(
-            f"rank {rank} could not join generation {generation} of {mesh.size} ranks "
-            f"on interface {interface or 'lo'}: {in_plain_words(str(failure))}"
-        ) from failure
-    return GlooChannel(group, ranks, mesh)
+    me, devices = ranks.index(rank), list[Any]()
+
+    def open_lane(lane: int) -> ProcessGroupGloo:
+        options = _Gloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        # Two sums in flight keep the wire busy while the first one ends; four measured no better.
+        options._threads = 2 if lane == 0 else 1
+        try:
+            if not devices:
+                with _patient_threads():
+                    devices.append(_Gloo.create_device(interface=interface or "lo"))
+            options._devices = devices
+            group: ProcessGroupGloo = _Gloo(
+                PrefixStore(f"lane/{lane}", prefix), me, mesh.size, options
+            )
+        except RuntimeError as failure:
+            raise ChannelError(
+                f"rank {rank} could not join generation {generation} of {mesh.size} ranks "
+                f"on interface {interface or 'lo'}: {in_plain_words(str(failure))}"
+            ) from failure
+        return group
+
+    return GlooChannel(open_lane, ranks, mesh)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Trial:
     @property
     def repeat(self) -> int:
         """Calls that are timed as one: short ones together, so that the clock is no part of it."""
-        small, medium, large = (100, 50, 10) if self.device == "cuda" else (20, 5, 1)
+        small, medium, large = (100, 50, 10) if self.device == "cuda" else (60, 10, 1)
         return small if self.num_bytes <= 64_000 else medium if self.num_bytes <= 1e6 else large
 
     def tensor(self) -> Tensor:

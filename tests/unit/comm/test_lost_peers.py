@@ -92,10 +92,10 @@ HANGS = "it hangs, or its host is gone"
 )
 def test_a_lost_peer_is_named_by_its_rank_and_with_what_it_has_probably_met(text, told):
     with pytest.raises(ChannelError) as caught:
-        GlooChannel(Broken(text), [3, 5], Mesh((2,))).exchange([Parcel(1, None)], [])
+        GlooChannel(lambda _lane: Broken(text), [3, 5], Mesh((2,))).exchange([Parcel(1, None)], [])
     assert str(caught.value) == f"rank 3 lost rank 5: {told}"
 
 
 def test_in_the_back_end_s_own_sum_nobody_knows_which_peer_was_lost():
     with pytest.raises(ChannelError, match=r"^rank 3 lost a peer: broken pipe; it was killed"):
-        GlooChannel(Broken("Broken pipe"), [3, 5], Mesh((2,))).start_all_reduce(None)
+        GlooChannel(lambda _lane: Broken("Broken pipe"), [3, 5], Mesh((2,))).start_all_reduce(None)
