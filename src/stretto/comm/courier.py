@@ -119,7 +119,7 @@ class Courier:
 
         A back end that is handed tensors of different sizes ends the process, or worse.
         """
-        if self._channel.size == 1 or self._agreed.issuperset(e.layout for e in errands):
+        if self._channel.size == 1 or all(e.layout in self._agreed for e in errands):
             return
         new = {e.layout: e for e in errands if e.layout not in self._agreed}
         lanes = max(lane + 1 for errand in new.values() for lane in (*errand.lanes, 0))

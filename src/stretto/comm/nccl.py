@@ -28,6 +28,7 @@ from stretto.comm.gloo import in_plain_words
 from stretto.comm.watchman import Watchman
 from stretto.errors import ChannelError, ConfigError
 
+_NATIVE = "NCCL's own sum"
 _PATIENCE = 3
 """NCCL's own time-out is so many times ours: ours is told first, with the collective's name."""
 
@@ -42,6 +43,8 @@ class NcclChannel:
         self._open_lane = open_lane
         self._watchman = watchman
         self._lanes: list[Any] = []
+        self._sum = AllreduceOptions()  # made once: for a small message it is a part of the time
+        self._sum.reduceOp = ReduceOp(ReduceOp.SUM)
         self.reserve(1)
 
     @property
@@ -81,19 +84,17 @@ class NcclChannel:
                 group.send([tensor], peer, 0)
             group._end_coalescing().wait()
         except RuntimeError as failure:
-            raise ChannelError(self._describe(failure)) from failure
+            raise self._lost(failure) from failure
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum."""
         if not tensor.is_cuda:
             return self._beside.start_all_reduce(tensor)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.SUM)
         try:
-            work = self._lanes[0].allreduce([tensor], options)
+            work = self._lanes[0].allreduce([tensor], self._sum)
         except RuntimeError as failure:
-            raise ChannelError(self._describe(failure)) from failure
-        self.watch(f"NCCL's own sum of {tensor.numel()} x {tensor.dtype}", work.is_completed)
+            raise self._lost(failure) from failure
+        self.watch(_NATIVE, work.is_completed)
         return _Queued(work)
 
     def watch(self, what: str, over: Callable[[], bool]) -> None:
@@ -107,8 +108,10 @@ class NcclChannel:
             group.shutdown()
         self._beside.close()
 
-    def _describe(self, failure: RuntimeError) -> str:
-        return f"rank {self.rank}: NCCL gave up: {in_plain_words(str(failure))}"
+    def _lost(self, failure: RuntimeError) -> ChannelError:
+        """Return what NCCL's refusal means; the process will not wait for the GPU any more."""
+        self._watchman.expect_no_end()
+        return ChannelError(f"rank {self.rank}: NCCL gave up: {in_plain_words(str(failure))}")
 
 
 class _Queued:

@@ -5,6 +5,7 @@ at once show what it costs the cores, by the processes' own count of core-second
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ class Cost:
     """One pair of ranks, both directions at once: bytes of one direction."""
     core_s_per_byte: float
     core_s_per_message: float
+    buffered_bytes: float
+    """The end of a message that its sender need not wait for."""
+    queued_bytes: float
+    """What a message under way has standing before a word that leaves the same host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,15 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What happened while something was timed: seconds of the slowest, core-seconds of all."""
+    """What happened while something was timed: seconds of each rank, core-seconds of all."""
 
-    seconds: float
+    of_ranks_s: tuple[float, ...]
     core_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the slowest."""
+        return max(self.of_ranks_s)
 
 
 def measure_links(channel: Channel, say: Callable[[str], None], device: str = "cpu") -> Links:
@@ -107,13 +117,73 @@ class _Bench:
         tiny = [self._exchange(alone, _TINY, 100) for _ in range(10)]
         large = [self._exchange(alone, _LARGE, 1) for _ in range(5)]
         busy = self._exchange(pairs, _LARGE, 6)
+        bytes_per_s = _LARGE / statistics.median(work.seconds for work in large)
         return Cost(
             # The quickest: whatever disturbs a message makes it longer.
             latency_s=min(work.seconds for work in tiny) / 100,
-            bytes_per_s=_LARGE / statistics.median(work.seconds for work in large),
+            bytes_per_s=bytes_per_s,
             core_s_per_byte=busy.core_s / (len(pairs) * _LARGE * 6),
             core_s_per_message=min(work.core_s for work in tiny) / (2 * 100),
+            buffered_bytes=bytes_per_s * self._ahead_s(first, pairs[first]),
+            queued_bytes=bytes_per_s * self._line_s(first, pairs[first], _LARGE / bytes_per_s),
         )
+
+    def _line_s(self, source: int, target: int, large_s: float) -> float:
+        """Return how much longer a word takes while its host sends something large elsewhere.
+
+        The word is a receiver's that it is ready: what it waits for is on its way at once then.
+        """
+        if self._device == "cuda":  # no word travels: both ends are in one call
+            return 0.0
+        self._channel.reserve(2)
+        idle_s = self._word_s(source, target)
+        large = torch.zeros(_LARGE, dtype=torch.uint8)
+        loaded = []
+        for _ in range(3):
+            meet_all(self._channel)
+            bulk = threading.Thread(target=self._send_some, args=(large, source, target))
+            bulk.start()
+            time.sleep(large_s / 2)
+            loaded.append(self._word_s(source, target))
+            bulk.join()
+        return max(0.0, statistics.median(loaded) - idle_s)
+
+    def _send_some(self, large: torch.Tensor, source: int, target: int) -> None:
+        sends = [Parcel(target, large, 1)] if self._channel.rank == source else []
+        receives = [Parcel(source, large, 1)] if self._channel.rank == target else []
+        for _ in range(3):
+            self._channel.exchange(sends, receives)
+
+    def _word_s(self, source: int, target: int) -> float:
+        """Return how long it takes to be sent a few bytes; the rank that is knows, and tells."""
+        tiny = torch.zeros(_TINY, dtype=torch.uint8)
+        sends = [Parcel(source, tiny)] if self._channel.rank == target else []
+        receives = [Parcel(target, tiny)] if self._channel.rank == source else []
+        times = []
+        for _ in range(12):
+            start_s = time.perf_counter()
+            self._channel.exchange(sends, receives)
+            times.append(time.perf_counter() - start_s)
+        told = torch.zeros(1, dtype=torch.float64)
+        told += statistics.median(times) if self._channel.rank == source else 0.0
+        add_up_(told, self._channel)
+        return float(told)
+
+    def _ahead_s(self, source: int, target: int) -> float:
+        """Return how much earlier a sender is through with a large message than its receiver."""
+        tensor = torch.zeros(_LARGE, dtype=torch.uint8, device=self._device)
+        sends = [Parcel(target, tensor)] if self._channel.rank == source else []
+        receives = [Parcel(source, tensor)] if self._channel.rank == target else []
+
+        def work() -> None:
+            self._channel.exchange(sends, receives)
+            self._finish()
+
+        ahead = []
+        for _ in range(5):
+            took_s = self._watched(work).of_ranks_s
+            ahead.append(took_s[target] - took_s[source])
+        return max(0.0, statistics.median(ahead))
 
     def addition(self) -> float:
         """Return core-seconds for each byte that is added, every rank adding at once."""
@@ -163,7 +233,7 @@ class _Bench:
         took[self._channel.rank, 0] = time.perf_counter() - start_s
         took[self._channel.rank, 1] = time.process_time() - core_s
         add_up_(took, self._channel)
-        return _Work(float(took[:, 0].max()), float(took[:, 1].sum()))
+        return _Work(tuple(took[:, 0].tolist()), float(took[:, 1].sum()))
 
 
 def _machines(channel: Channel) -> list[str]:

@@ -1,9 +1,9 @@
 """The embedded default: generated shapes and a small net, learned in seconds on two cores."""
 
-from stretto.recipes.recipe import Recipe
+from stretto.recipes.recipe import Tables
 
 
-def demo() -> Recipe:
+def demo() -> Tables:
     """Return the run that ``stretto demo`` trains, once with 1 worker and once with several."""
     return {
         # Statistics of a sample, not of a batch: any number of workers computes the same.

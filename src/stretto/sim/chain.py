@@ -43,12 +43,11 @@ def spent(charge: Charge, run: Run) -> dict[str, float]:
 
 def _limits(charge: Charge, chain: Ints) -> Words:
     """Return what limits each task of ``chain`` alone: its transport, a thread, or a core."""
-    message = np.flatnonzero(chain < charge.num_messages)
+    message = charge.message_of(chain)
+    sent = message >= 0
     limit = np.full(len(chain), CORES, dtype=object)
-    between = charge.between[chain[message]]
-    limit[message] = np.where(between, LINK, INSIDE)
-    threads = charge.tasks.load[chain, -1] >= 1
-    limit[threads & (chain < charge.num_messages)] = THREAD
+    limit[sent] = np.where(charge.between[message[sent]], LINK, INSIDE)
+    limit[sent & (charge.tasks.load[chain, -1] >= 1)] = THREAD
     return limit.astype(np.str_)
 
 

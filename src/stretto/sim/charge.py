@@ -9,7 +9,7 @@ from stretto.comm.schedule import chunk_bounds
 from stretto.sim.alike import Alike
 from stretto.sim.cluster import Cluster
 from stretto.sim.outline import Messages, Outline, Rounds
-from stretto.sim.tasks import Floats, Ints, Tasks, summed
+from stretto.sim.tasks import Floats, Ints, Queue, Tasks, summed
 
 ELEMENT_BYTES = 4
 """Gradients travel as 32-bit floats unless somebody says otherwise."""
@@ -49,7 +49,10 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What is to be run: the messages that are not empty, then the end of every round."""
+    """What is to be run: the messages that are not empty, then the end of every round.
+
+    Where the ends of messages are handed over, their beginnings are tasks, too, after all others.
+    """
 
     num_bytes: Floats
     """Of each message."""
@@ -60,11 +63,25 @@ class Charge:
     """Whether it goes from one host to another."""
     tasks: Tasks
     sites: Sites
+    handed_over: bool
+    """Whether senders go on before their messages have arrived."""
 
     @property
     def num_messages(self) -> int:
         """Return how many messages are not empty: the tasks after them are ends of rounds."""
         return len(self.num_bytes)
+
+    @property
+    def num_rounds(self) -> int:
+        """Return how many rounds there are: the tasks after them are beginnings of messages."""
+        more = len(self.tasks) - self.num_messages
+        return more - self.num_messages if self.handed_over else more
+
+    def message_of(self, task: Ints) -> Ints:
+        """Return the message that each task is the end or the beginning of; -1 where of none."""
+        num, begins = self.num_messages, self.num_messages + self.num_rounds
+        found: Ints = np.where(task < num, task, np.where(task < begins, -1, task - begins))
+        return found
 
 
 def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
@@ -83,6 +100,7 @@ def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
     sites = Sites(num_hosts, 1 if shared else num_hosts, alike.num_ranks)
     places = _Places(hosts.of(ranks), sites, cluster, alike)
     work, resource, load = places.messages(size, between, source, target)
+    tail = _handed_over(size, between, cluster)
     added = summed(messages.target, size * messages.added, len(outline.rounds))
     add_work, add_resource, add_load = places.additions(added, outline.rounds.rank)
     latency = np.where(between, cluster.between.latency_s, cluster.inside.latency_s)
@@ -95,8 +113,54 @@ def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
         earlier,
         later,
         sites.count,
+        places.queue(between, target, len(outline.rounds)),
     )
-    return Charge(size, source, target, between, tasks, sites)
+    if tail.any():
+        tasks = _in_two(tasks, tail)
+    return Charge(size, source, target, between, tasks, sites, bool(tail.any()))
+
+
+def _handed_over(size: Floats, between: NDArray[np.bool_], cluster: Cluster) -> Floats:
+    """Return the share of each message, its end, that its sender does not wait for."""
+    buffered = np.where(between, cluster.between.buffered_bytes, cluster.inside.buffered_bytes)
+    return np.minimum(buffered / size, 1.0)
+
+
+def _in_two(tasks: Tasks, tail: Floats) -> Tasks:
+    """Return ``tasks`` with the beginnings of messages as tasks of their own, after all others.
+
+    A beginning waits for what the message waited for; its sender waits for the beginning alone.
+    """
+    num, begins = len(tail), len(tasks)
+    begin = begins + np.arange(num)
+    earlier, later = tasks.earlier.copy(), tasks.later.copy()
+    waits, ends = later < num, earlier < num
+    later[waits] += begins
+    # The first of a message's two ends of rounds is its sender's: so `edges` lays them.
+    sent = np.flatnonzero(ends)[:num]
+    earlier[sent] += begins
+    delay, work = tasks.delay_s.copy(), tasks.work_s.copy()
+    delay[:num] = 0.0
+    work[:num] *= tail
+    return Tasks(
+        np.concatenate([delay, tasks.delay_s[:num]]),
+        np.concatenate([work, tasks.work_s[:num] * (1 - tail)]),
+        np.concatenate([tasks.resource, tasks.resource[:num]]),
+        np.concatenate([tasks.load, tasks.load[:num]]),
+        np.concatenate([earlier, begin]),
+        np.concatenate([later, np.arange(num)]),
+        tasks.num_resources,
+        _queue_in_two(tasks.queue, num),
+    )
+
+
+def _queue_in_two(queue: Queue | None, num: int) -> Queue | None:
+    """Return the same for messages in two: the word comes before the beginning alone."""
+    if queue is None:
+        return None
+    behind = np.concatenate([queue.behind, queue.behind[:num]])
+    behind[:num] = -1
+    return Queue(behind, np.concatenate([queue.most_s, queue.most_s[:num]]))
 
 
 def message_bytes(outline: Outline, num_bytes: int) -> Floats:
@@ -174,6 +238,19 @@ class _Places:
         link = link * self._on_host
         load = [link, link, core / self._cores, core / self._cores, core, core]
         return work, np.stack(resource, axis=1), np.stack(load, axis=1)
+
+    def queue(self, between: NDArray[np.bool_], target: Ints, num_rounds: int) -> Queue | None:
+        """Return where words that a receiver is ready queue: on the link out of its host."""
+        links = self.cluster.between
+        most_s = links.queued_bytes / links.bytes_per_s * self._on_host
+        if not most_s or not between.any():
+            return None
+        behind = np.where(between, self.host[target], -1)
+        rounds = np.full(num_rounds, -1)
+        return Queue(
+            np.concatenate([behind, rounds]),
+            np.concatenate([np.where(between, most_s, 0.0), np.zeros(num_rounds)]),
+        )
 
     def additions(self, added: Floats, rank: Ints) -> tuple[Floats, Ints, Floats]:
         """Return the same for the additions of each round, which one core does."""

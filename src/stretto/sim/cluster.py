@@ -42,6 +42,12 @@ class Transport(Config):
     bytes_per_s: Annotated[float, Field(gt=0)]
     """Between hosts, of each host's link in either direction, shared by its ranks; inside a host,
     what a single message can reach."""
+    buffered_bytes: Annotated[float, Field(ge=0)] = 0.0
+    """The end of a message that the sender has only to hand over: it goes on while that is still
+    on its way. What the kernel's socket takes; 0 where sender and receiver end together."""
+    queued_bytes: Annotated[float, Field(ge=0)] = 0.0
+    """What a message under way has standing in its link's queue: before another begins, the word
+    that its receiver is ready passes behind all that the receiver's host is sending."""
 
 
 class Cpu(Config):

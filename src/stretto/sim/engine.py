@@ -17,7 +17,7 @@ import numpy as np
 
 from stretto.errors import ScheduleError, StrettoError
 from stretto.sim.fair import Uses, fair_speeds, fair_speeds_of_few
-from stretto.sim.tasks import Floats, Ints, Run, Tasks, Waits, successors
+from stretto.sim.tasks import Floats, Ints, Queue, Run, Tasks, Waits, successors
 
 FEW_RESOURCES = 80
 MANY_AT_ONCE = 150
@@ -114,15 +114,26 @@ class _Single:
                     if not self._missing[successor]:
                         ready.append(successor)
             done = []
-            for i in ready:
+            waits_s = self._waits_s(ready)
+            for i, wait_s in zip(ready, waits_s, strict=True):
                 self._start[i] = now
-                if self._delay[i] > 0:
-                    heapq.heappush(self._coming, (now + self._delay[i], i))
+                if self._delay[i] + wait_s > 0:
+                    heapq.heappush(self._coming, (now + self._delay[i] + wait_s, i))
                 elif self._left[i] > 0:
                     self._working.append(i)
                 else:
                     done.append(i)
             ready = []
+
+    def _waits_s(self, ready: list[int]) -> list[float]:
+        """Return how long each of ``ready`` stands in a line before its delay begins to count."""
+        queue = self._tasks.queue
+        if queue is None or not ready or not self._working:
+            return [0.0] * len(ready)
+        working = np.array(self._working)
+        left_s = np.array([self._left[i] for i in self._working])
+        waits_s: list[float] = _lines(self._tasks, queue, working, left_s, np.array(ready)).tolist()
+        return waits_s
 
 
 class _Columns:
@@ -182,6 +193,9 @@ class _Columns:
         while ready.size:
             self._start[ready] = now
             delay = self._tasks.delay_s[ready]
+            if self._tasks.queue is not None and self._working.size:
+                queue, tasks = self._tasks.queue, self._tasks
+                delay = delay + _lines(tasks, queue, self._working, self._left, ready)
             for value in np.unique(delay[delay > 0]).tolist():
                 self._pushed += 1
                 entry = (now + value, self._pushed, ready[delay == value])
@@ -206,6 +220,14 @@ class _Columns:
             tasks.resource[working], tasks.load[working], once, tasks.num_resources
         )
         self._changed = False
+
+
+def _lines(tasks: Tasks, queue: Queue, working: Ints, left_s: Floats, ready: Ints) -> Floats:
+    """Return how long each of ``ready`` stands in the line it has to."""
+    behind = queue.behind[ready]
+    lines = queue.waits_s(tasks, working, left_s)
+    waits_s: Floats = np.where(behind >= 0, lines[behind], 0.0)
+    return waits_s
 
 
 Mixture = tuple[int, ...]

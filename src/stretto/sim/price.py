@@ -76,13 +76,14 @@ def predict(schedule: Schedule, num_bytes: int, cluster: Cluster) -> tuple[Timel
     ran = run(whole.tasks)
     spans: list[list[Span]] = [[] for _ in range(laid.alike.num_ranks)]
     starts, ends, num = ran.start_s.tolist(), ran.end_s.tolist(), whole.num_messages
+    begins = num + whole.num_rounds if whole.handed_over else 0
     for i, size in enumerate(whole.num_bytes.tolist()):
         where = "between hosts" if whole.between[i] else "inside a host"
         source, target = int(whole.source[i]), int(whole.target[i])
-        about = (starts[i], ends[i], -1, round(size))
+        about = (starts[begins + i], ends[i], -1, round(size))
         spans[source].append(Span(f"send to rank {target}", f"out, {where}", *about))
         spans[target].append(Span(f"receive from rank {source}", f"in, {where}", *about))
-    for i in np.flatnonzero(whole.tasks.work_s[num:] > 0).tolist():
+    for i in np.flatnonzero(whole.tasks.work_s[num : num + whole.num_rounds] > 0).tolist():
         rank, lane = int(laid.rounds.rank[i]), int(laid.rounds.lane[i])
         spans[rank].append(Span("add", f"add, lane {lane}", starts[num + i], ends[num + i]))
     ordered = (sorted(of_rank, key=lambda span: (span.end_s, span.start_s)) for of_rank in spans)
@@ -115,7 +116,8 @@ def _followed(
     for cut in cuts(laid) if laid.alike.copies > 1 else ():
         shorter = charge(cut.outline, num_bytes, cluster)
         ran = run(shorter.tasks)
-        left_out_s = cut.left_out_s(ran.end_s[shorter.num_messages :])
+        num = shorter.num_messages
+        left_out_s = cut.left_out_s(ran.end_s[num : num + shorter.num_rounds])
         if left_out_s is not None:
             factor = 1 + left_out_s / ran.seconds if ran.seconds else 1.0
             spent_s = {sort: factor * took for sort, took in spent(shorter, ran).items()}

@@ -25,6 +25,25 @@ def summed(place: Ints, amount: Floats, num_places: int) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
+class Queue:
+    """A resource is a line: a word that asks for a task to start stands in it behind others' work.
+
+    A column for each task.
+    """
+
+    behind: Ints
+    """The resource in whose line the word stands; -1 where there is none."""
+    most_s: Floats
+    """How much of its own work, in seconds of the first resource it uses, a task that is under way
+    has standing in that one's line."""
+
+    def waits_s(self, tasks: "Tasks", working: Ints, left_s: Floats) -> Floats:
+        """Return for each resource how long the line is, given what is left of ``working``."""
+        standing = np.minimum(left_s * tasks.load[working, 0], self.most_s[working])
+        return summed(tasks.resource[working, 0], standing, tasks.num_resources)
+
+
+@dataclass(frozen=True, slots=True)
 class Tasks:
     """Tasks as columns; a row of ``resource`` and ``load`` is what one of them uses."""
 
@@ -39,6 +58,8 @@ class Tasks:
     later: Ints
     """Pairs: ``later[i]`` starts when ``earlier[i]`` has ended, among others."""
     num_resources: int
+    queue: "Queue | None" = None
+    """Where what works on a resource holds up what is about to start; nowhere when None."""
 
     def __len__(self) -> int:
         return len(self.work_s)

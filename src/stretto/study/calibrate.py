@@ -128,7 +128,12 @@ def _pool(links: Links, mesh: Mesh, known: Cluster) -> Literal["host", "shared"]
 def _transport(cost: Cost) -> Transport:
     # What a message costs the cores is charged by itself.
     latency_s = max(0.0, cost.latency_s - cost.core_s_per_message)
-    return Transport(latency_s=latency_s, bytes_per_s=cost.bytes_per_s)
+    return Transport(
+        latency_s=latency_s,
+        bytes_per_s=cost.bytes_per_s,
+        buffered_bytes=cost.buffered_bytes,
+        queued_bytes=cost.queued_bytes,
+    )
 
 
 def _measure_table(

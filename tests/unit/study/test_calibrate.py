@@ -14,8 +14,22 @@ from stretto.sim.cluster import load_cluster
 from stretto.sim.presets import preset
 from stretto.study.calibrate import How, Measured, calibrate, describe, of_rank_0, pick, table_of
 
-OUT = Cost(latency_s=300e-6, bytes_per_s=40e6, core_s_per_byte=1.5e-9, core_s_per_message=100e-6)
-IN = Cost(latency_s=80e-6, bytes_per_s=1e9, core_s_per_byte=0.5e-9, core_s_per_message=50e-6)
+OUT = Cost(
+    latency_s=300e-6,
+    bytes_per_s=40e6,
+    core_s_per_byte=1.5e-9,
+    core_s_per_message=100e-6,
+    buffered_bytes=2e6,
+    queued_bytes=1e5,
+)
+IN = Cost(
+    latency_s=80e-6,
+    bytes_per_s=1e9,
+    core_s_per_byte=0.5e-9,
+    core_s_per_message=50e-6,
+    buffered_bytes=0.0,
+    queued_bytes=0.0,
+)
 KNOWN = preset("ethernet 10gbit").model_copy(update={"tables": {"9x9": "ring"}})
 
 
