@@ -18,8 +18,9 @@ from stretto.config.text import dotted
 from stretto.config.tree import DEFAULT, leaves, mark_table
 from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
-from stretto.model import CNNConfig, ModelConfig, ResNetConfig, build_model, per_sample_loss
-from stretto.optim import OptimConfig, SGDConfig, make_optimizer, rate_at
+from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
+from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
+from stretto.optim.configs import RateConfig
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy, tuned
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
@@ -27,7 +28,11 @@ from stretto.telemetry.trackers import check_trackers
 from stretto.train.config import TrainConfig
 from stretto.train.early_stop import Watch
 from stretto.train.finetune import InitConfig
-from stretto.train.parts import Parts, count_steps
+from stretto.train.parts import Parts, count_epoch_steps, count_steps
+from stretto.train.precision import loss_scale
+
+_TRIED = 2
+"""Samples that forward is tried on: more would take large models seconds, on every rank."""
 
 
 class RunSection(Config):
@@ -62,6 +67,8 @@ class RunSection(Config):
 class RunConfig(Config):
     """Everything a run file may say."""
 
+    recipe: str | None = None
+    """The published run that this one is laid over, by name; see stretto recipe."""
     run: RunSection = RunSection()
     model: ModelConfig = CNNConfig()
     data: DataConfig = ShapesConfig()
@@ -100,6 +107,7 @@ def prepare(config: RunConfig) -> Prepared:
             "samples; lower the batch or take more data"
         )
     _check_classes(config, source)
+    derived_for(config, source.num_samples)
     model = build_model(config.model, config.run.seed)
     _check_fit(config, model, source)
     bucket_cuts(config.strategy, model)
@@ -143,8 +151,8 @@ def fixed_settings(loaded: Loaded[RunConfig]) -> dict[str, object]:
     weights it began with, since the checkpoint has its own.
     """
     whole = loaded.config.model_dump(mode="json")
-    free = {"data.path", "data.decoders", "data.bad_limit", "optim.lr", "optim.warmup_steps"}
-    free |= {"data.cache", "data.cache_size", "data.cache_folder", "optim.decay"}
+    free = {"data.path", "data.decoders", "data.bad_limit", "data.cache", "data.cache_size"}
+    free |= {"data.cache_folder", *(f"optim.{key}" for key in RateConfig.rate_keys())}
     fixed = {"run.seed": whole["run"]["seed"], "train.batch": whole["train"]["batch"]}
     for table in ("model", "data", "optim"):
         fixed |= {f"{table}.{key}": value for key, value in whole[table].items()}
@@ -163,8 +171,9 @@ def assemble(
     config = loaded.config
     recorder = Recorder(world.rank)
     strategy = build_strategy(config.strategy, channel, recorder)
-    model, optimizer = strategy.attach(prepared.model, make_optimizer(config.optim))
-    total_steps = count_steps(config.train, prepared.source.num_samples)
+    derived = derived_for(config, prepared.source.num_samples)
+    making = make_optimizer(config.optim, prepared.model, peak_lr=derived.lr)
+    model, optimizer = strategy.attach(prepared.model, making)
     return Parts(
         config=config.train,
         seed=config.run.seed,
@@ -175,21 +184,36 @@ def assemble(
         strategy=strategy,
         source=prepared.source,
         test_source=prepared.test_source,
-        rate_at=lambda step: rate_at(config.optim, step, total_steps),
+        rate_at=derived.rate_at,
         report=report,
         recorder=recorder,
         checkpoints=config.run_dir / "checkpoints",
         generation=generation,
         fixed=fixed_settings(loaded),
         watch=Watch(config.train.early_stop),
+        scale=loss_scale(config.train.precision, config.train.loss_scale),
+    )
+
+
+def derived_for(config: RunConfig, num_samples: int) -> Derived:
+    """Return the rates of a run over ``num_samples`` training samples, and the rules they follow.
+
+    Neither ranks nor micro-batches enter: a step is a step.
+    """
+    return derive(
+        config.optim,
+        batch=config.train.batch,
+        epoch_steps=count_epoch_steps(config.train, num_samples),
+        total_steps=count_steps(config.train, num_samples),
     )
 
 
 def _check_classes(config: RunConfig, source: Source) -> None:
     """Compare class folders with answers, where the model says how many it has."""
-    if not isinstance(source, Images) or not isinstance(config.model, CNNConfig | ResNetConfig):
+    answers = getattr(config.model, "classes", None)
+    if not isinstance(source, Images) or answers is None:
         return
-    folders, answers = len(source.classes), config.model.classes
+    folders = len(source.classes)
     if folders != answers:
         raise ConfigError(
             f"model.classes = {answers}, but data.path has {folders} class folders: set "
@@ -211,13 +235,16 @@ def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
         # Seeded: a model may draw weights when it first sees data.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed)
-            per_sample_loss(model(inputs), targets)
+            outputs = model(inputs[:_TRIED])
+            per_sample_loss(outputs, targets[:_TRIED])
+            for target in targets.split(1):  # which classes there are, the outputs must know
+                per_sample_loss(outputs[:1], target)
     except StrettoError:
         raise
     except Exception as wrong:
         reason = f"{type(wrong).__name__}: {wrong}".splitlines()[0]
         raise ConfigError(
             f"model.kind = {config.model.kind!r} cannot learn data.kind = {config.data.kind!r}: "
-            f"a trial on {len(inputs)} samples of shape {list(inputs.shape[1:])} failed: {reason}"
+            f"a trial on samples of shape {list(inputs.shape[1:])} failed: {reason}"
         ) from wrong
     model.train()

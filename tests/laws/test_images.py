@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stretto.data import Images, ImagesConfig, step_share, steps_per_epoch
+from tests.imagenet import write_imagenet
 from tests.unit.data.images.pictures import CORRUPT, PLAIN, alone, fill, jpeg, numbers
 
 pytestmark = pytest.mark.multi
@@ -88,3 +89,34 @@ def test_the_order_of_asking_does_not_change_a_sample(ranks):
     shuffled = ranks[1].batch(order, 5)[0]
     good = [i for i in order if i not in BAD]
     assert (shuffled == straight[np.searchsorted(sorted(good), good)]).all()
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Four ranks that take area crops of one folder in the shape of ImageNet."""
+    folder = write_imagenet(tmp_path_factory.mktemp("imagenet"), classes=20, per_class=2, val=5)
+    config = ImagesConfig(path=str(folder), size=24, augment="area_crop", decoders=1)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(closing(Images(config, train=True))) for _ in range(4)]
+        for source in sources:
+            source.start(alone("photographs"))
+        yield sources
+
+
+@settings(max_examples=12, deadline=None)
+@given(size=st.integers(1, 4), batch=st.integers(3, 40), epoch=st.integers(0, 2))
+def test_an_area_crop_is_the_same_on_any_rank_in_any_batch(photographs, size, batch, epoch):
+    num_samples = photographs[0].num_samples
+    straight, labels = photographs[3].batch(np.arange(num_samples), epoch)
+    for step in range(steps_per_epoch(num_samples, batch)):
+        for rank, source in enumerate(photographs[:size]):
+            place = {"batch": batch, "rank": rank, "size": size, "num_samples": num_samples}
+            share = step_share(step, **place, seed=1, epoch=epoch)
+            inputs, targets = source.batch(share.samples, share.epoch)
+            assert (inputs == straight[share.samples]).all()
+            assert (targets == labels[share.samples]).all()
+
+
+def test_another_epoch_shows_every_photograph_otherwise(photographs):
+    first, second = (photographs[0].batch(np.arange(40), epoch)[0] for epoch in (0, 1))
+    assert (first != second).flatten(1).any(1).all()

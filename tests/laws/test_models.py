@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from stretto.model import CNNConfig, GPTConfig, ResNetConfig, build_model, per_sample_loss
+from stretto.model import (
+    AlexNetConfig,
+    CNNConfig,
+    GPTConfig,
+    ResNetConfig,
+    VGGConfig,
+    backbone_state,
+    build_model,
+    head_of,
+    per_sample_loss,
+)
 
 MODELS = {
     "cnn": CNNConfig(width=4),
@@ -13,6 +23,11 @@ MODELS = {
     "resnet34": ResNetConfig(depth=34, width=4),
     "resnet50": ResNetConfig(depth=50, width=4),
     "resnet18-imagenet": ResNetConfig(depth=18, width=4, stem="imagenet"),
+    "resnet18-other-start": ResNetConfig(depth=18, width=4, zero_gamma=False, head_std=0.01),
+    "alexnet": AlexNetConfig(size=63, width=4, hidden=32),
+    "alexnet-none": AlexNetConfig(size=63, width=4, hidden=32, norm="none"),
+    "vgg11": VGGConfig(depth=11, size=32, width=4, hidden=32),
+    "vgg11-batch": VGGConfig(depth=11, size=32, width=4, hidden=32, norm="batch"),
     "gpt": GPTConfig(vocab=13, context=8, blocks=2, width=8, heads=2),
     "gpt-tied": GPTConfig(vocab=13, context=8, blocks=2, width=8, heads=2, tied=True),
 }
@@ -25,7 +40,8 @@ def batch_for(config, count):
     if isinstance(config, GPTConfig):
         tokens = torch.randint(config.vocab, (2, count, config.context), generator=generator)
         return tokens[0], tokens[1]
-    images = torch.randn(count, config.channels, 32, 32, generator=generator)
+    side = getattr(config, "size", 32)
+    images = torch.randn(count, config.channels, side, side, generator=generator)
     return images, torch.randint(config.classes, (count,), generator=generator)
 
 
@@ -85,3 +101,19 @@ def test_every_parameter_gets_a_gradient(config):
     per_sample_loss(model(inputs), targets).mean().backward()
     without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
+
+
+@every_model
+def test_the_head_is_the_layer_whose_length_is_the_answers(config):
+    model = build_model(config, seed=0)
+    (head,) = head_of(model)
+    assert model.get_submodule(head).out_features == answers(config)
+
+
+@every_model
+def test_a_backbone_is_all_but_the_head(config):
+    model = build_model(config, seed=0)
+    (head,) = head_of(model)
+    kept, whole = backbone_state(model), model.state_dict()
+    assert whole.keys() - kept.keys() == {k for k in whole if k.startswith(f"{head}.")}
+    assert all(torch.equal(value, whole[name]) for name, value in kept.items())

@@ -61,6 +61,13 @@ def train(
     return done.stderr, last_tensors(folder, name)
 
 
+def stretto(folder: Path, *words: str, limit_s: float = 120) -> "subprocess.CompletedProcess[str]":
+    """Run one verb in ``folder``; return how it ended and what it said."""
+    return subprocess.run(
+        [*STRETTO, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=limit_s
+    )
+
+
 def last_tensors(folder: Path, name: str) -> Tensors:
     """Return the state that the whole run ended with."""
     return load_one(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08}").tensors

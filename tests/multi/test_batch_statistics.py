@@ -1,4 +1,4 @@
-"""A network with batch norms on two real ranks: stopped and resumed, it has the same bits."""
+"""Batch norms on two real ranks: stopped, resumed or evaluated, a run has the same bits."""
 
 import subprocess
 import sys
@@ -39,11 +39,12 @@ def stretto_train(folder, *arguments):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_resnet_stopped_and_resumed_ends_with_the_checkpoint_of_an_undisturbed_run(tmp_path):
+def test_a_resnet_evaluated_and_resumed_ends_with_the_checkpoint_of_an_undisturbed_run(tmp_path):
     (tmp_path / "run.toml").write_text(RUN)
     stretto_train(tmp_path, "run.name=calm", "train.steps=6", "train.save_every=100")
-    stretto_train(tmp_path, "run.name=cut", "train.steps=3", "train.save_every=1")
-    stretto_train(tmp_path, "run.name=cut", "train.steps=6", "--resume")
+    looked_at = ("run.name=cut", "train.statistics=reestimate", "train.eval_every=1")
+    stretto_train(tmp_path, *looked_at, "train.steps=3", "train.save_every=1")
+    stretto_train(tmp_path, *looked_at, "train.steps=6", "--resume")
     calm, cut = (load_at(tmp_path / "runs" / run, log=pytest.fail)[1] for run in ("calm", "cut"))
     assert calm.step == cut.step == 6
     assert calm.under("rank-1/buffers")

@@ -10,6 +10,7 @@ import torch
 
 from stretto.checkpoint import load_at
 from stretto.telemetry.events import RunStarted, from_record
+from stretto.train.export import export_backbone
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -95,3 +96,20 @@ def test_a_head_that_does_not_fit_is_refused_before_any_rank_starts(folder):
     assert "head.weight is [3, 16] in the model, [8, 16] in the checkpoint" in done.stderr
     assert HEAD in done.stderr
     assert not (folder / "runs" / "refused").exists()
+
+
+def test_a_backbone_of_8_classes_starts_a_run_of_5(folder):
+    """The rate is too small to move a weight: what is saved at the end is what it began with."""
+    out = folder / "body.safetensors"
+    exported = export_backbone(folder / "runs" / "first", out, log=pytest.fail)
+    assert (exported.step, exported.head) == (2, ("head",))
+    settings = ["run.name=five", "model.classes=5", "data.classes=5", "optim.lr=1e-30"]
+    more = ["run.seed=5", "train.steps=1", "init.checkpoint=body.safetensors"]
+    done = stretto_train(folder, *settings, *more, "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    (_, first), (_, five) = weights_of(folder, "first"), weights_of(folder, "five")
+    for name in first:
+        if name.startswith("head."):
+            assert five[name].shape[0] == 5
+        else:
+            assert torch.equal(five[name], first[name]), name

@@ -1,13 +1,27 @@
-"""Ready-made runs are complete and valid, and give way to files and overrides."""
+"""Ready-made runs are complete and valid, and give way to files and overrides.
+
+Published ones derive what their sources print: tests/golden/recipes.txt holds it. After a change
+that is meant, write it anew with ``python -m tests.golden.recipes``.
+"""
+
+from pathlib import Path
 
 import pytest
 
+from stretto.cli.main import main
 from stretto.config import load, to_toml
+from stretto.errors import ConfigError
+from stretto.recipes import RECIPES as PUBLISHED
+from stretto.recipes import find_recipe, load_run
 from stretto.recipes.benchmarks import gpt_25mb
 from stretto.recipes.demo import demo
-from stretto.run import RunConfig, prepare
+from stretto.recipes.telling import tell
+from stretto.run import RunConfig, derived_for, prepare
+from tests.golden.recipes import GOLDEN, SHOWN
 
-RECIPES = {"demo": demo(), "gpt_25mb": gpt_25mb(4)}
+RECIPES = {"demo": demo(), "gpt_25mb": gpt_25mb(4)} | {
+    name: make().tables for name, make in PUBLISHED.items()
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -37,3 +51,80 @@ def test_another_kind_in_the_file_drops_the_keys_of_the_recipe(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('[model]\nkind = "resnet"\n')
     assert load(RunConfig, path, recipe=demo()).config.model.kind == "resnet"
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_derived_settings_are_those_of_the_sources(case, capsys):
+    assert main(["recipe", *SHOWN[case]]) == 0
+    held = GOLDEN.read_text().split("\n\n")[list(SHOWN).index(case)]
+    assert capsys.readouterr().out.strip() == held.strip()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_only_the_share_of_a_worker_depends_on_their_number(name):
+    recipe, loaded = find_recipe(name), load_run(Path(name))
+    few, many = (tell(recipe, loaded, recipe.samples, workers) for workers in (1, 2048))
+    differing = {a.name for a, b in zip(few, many, strict=True) if a != b}
+    assert differing <= {"batch", "batch norm"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_line_that_matters_names_its_source(name):
+    recipe = find_recipe(name)
+    told = tell(recipe, load_run(Path(name)), recipe.samples, 8)
+    nameless = {line.name for line in told if not line.source}
+    assert nameless <= {"batch norm", "label smoothing", "precision", "last gamma"}
+
+
+def test_the_hour_is_goyals():
+    config = load_run(Path("resnet50_1hour")).config
+    derived = derived_for(config, 1_281_167)
+    epoch = 157
+    assert derived.epoch_steps == epoch
+    assert derived.rate_at(0) == pytest.approx(0.1)
+    assert derived.rate_at(5 * epoch) == pytest.approx(3.2)
+    for first, rate in ((5, 3.2), (30, 0.32), (60, 0.032), (80, 0.0032)):
+        assert derived.rate_at(first * epoch) == pytest.approx(rate)
+
+
+def test_the_74_seconds_are_fujitsus_at_every_step():
+    config = load_run(Path("resnet50_74s")).config
+    derived = derived_for(config, 1_281_167)
+    for step in range(90 * 15):
+        if step < 540:
+            share = step / 540
+        else:
+            share = (1 - 0.0025) * (1 - min(step - 540, 780) / 780) ** 2.2 + 0.0025
+        assert derived.rate_at(step) == pytest.approx(13 * share, rel=1e-12, abs=1e-15)
+
+
+def test_a_batch_of_two_images_each_keeps_the_rate_of_the_full_batch():
+    settings = ["train.batch=8", "optim.for_batch=8192"]
+    config = load_run(Path("resnet50_1hour"), settings).config
+    assert derived_for(config, 1000).lr == pytest.approx(3.2)
+
+
+def test_a_run_file_may_be_laid_over_a_recipe(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('recipe = "cifar10"\n[train]\nepochs = 3\n')
+    loaded = load_run(path, ["train.batch=256"])
+    assert (loaded.config.train.epochs, loaded.config.model.depth) == (3, 18)
+    assert derived_for(loaded.config, 50_000).lr == pytest.approx(0.2)
+    path.write_text(to_toml(loaded))
+    assert load_run(path).config == loaded.config
+
+
+@pytest.mark.parametrize("text", ['recipe = "cifar"\n', "recipe = 3\n"])
+def test_a_recipe_that_does_not_exist_is_named(text, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="recipe"):
+        load_run(path)
+
+
+def test_a_recipe_can_be_written_out_and_no_file_is_lost(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    assert main(["recipe", "cifar10", "train.batch=64", "--out", str(path)]) == 0
+    assert load_run(path).config.train.batch == 64
+    assert main(["recipe", "cifar10", "--out", str(path)]) == 2
+    assert "already" in capsys.readouterr().err

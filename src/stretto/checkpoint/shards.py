@@ -1,6 +1,8 @@
 """Tensors to safetensors bytes and back; one checkpoint is cut into files of bounded size."""
 
+import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -63,18 +65,19 @@ def split(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterable[tuple[str, 
         yield _file_name(count), held
 
 
-def pack(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return one file's bytes; views and tied tensors are each written whole."""
+def pack(tensors: Mapping[str, Tensor], remarks: Mapping[str, str] | None = None) -> bytes:
+    """Return one file's bytes; views and tied tensors are each written whole.
+
+    Two remarks or more come out in any order: for equal bytes, make one of them.
+    """
     # Copied even where that is not needed: safetensors refuses tensors that share storage.
-    return to_safetensors({name: _own_copy(tensor) for name, tensor in tensors.items()})
+    owned = {name: _own_copy(tensor) for name, tensor in tensors.items()}
+    return to_safetensors(owned, dict(remarks) if remarks else None)
 
 
 def unpack(data: bytes, expected: Mapping[str, TensorEntry], *, where: str) -> dict[str, Tensor]:
     """Return the tensors in ``data``, which must be exactly the ``expected`` ones."""
-    try:
-        found = dict(deserialize(data))  # type: ignore[no-untyped-call] # its stub has no types
-    except SafetensorError as error:
-        raise DamagedError(f"{where} is not a safetensors file: {str(error)!r}") from None
+    found = _parsed(data, where)
     if found.keys() != expected.keys():
         odd = sorted(found.keys() ^ expected.keys())[0]
         raise DamagedError(f"{where} and the manifest disagree on whether it holds {odd!r}")
@@ -85,7 +88,34 @@ def unpack(data: bytes, expected: Mapping[str, TensorEntry], *, where: str) -> d
                 f"{where} has tensor {name!r} as {header[0]} {header[1]}, the manifest as"
                 f" {entry.dtype} {entry.shape}, known are {', '.join(sorted(DTYPES))}"
             )
-    return {name: _tensor(found[name]["data"], entry) for name, entry in expected.items()}
+    return {
+        name: _tensor(found[name]["data"], entry.dtype, entry.shape)
+        for name, entry in expected.items()
+    }
+
+
+def unpack_all(data: bytes, *, where: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors in ``data``, whoever wrote them, and the remarks beside them."""
+    tensors: dict[str, Tensor] = {}
+    for name, found in _parsed(data, where).items():
+        if found["dtype"] not in DTYPES:
+            raise CheckpointError(
+                f"{where} has tensor {name!r} as {found['dtype']}, known are"
+                f" {', '.join(sorted(DTYPES))}"
+            )
+        tensors[name] = _tensor(found["data"], found["dtype"], found["shape"])
+    header_bytes = int.from_bytes(data[:8], "little")  # in order, or it had not been parsed
+    return tensors, json.loads(data[8 : 8 + header_bytes]).get(_RESERVED, {})
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a fingerprint of names, types, shapes and every bit, whatever their order."""
+    told = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        whole = _own_copy(tensors[name])
+        told.update(f"{name} {_CODES[whole.dtype]} {list(whole.shape)}\n".encode())
+        told.update(whole.flatten().view(torch.uint8).numpy().data)
+    return told.hexdigest()
 
 
 def describe_file(data: bytes) -> FileEntry:
@@ -107,7 +137,14 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _tensor(data: bytearray, entry: TensorEntry) -> Tensor:
+def _parsed(data: bytes, where: str) -> dict[str, dict[str, Any]]:
+    try:
+        return dict(deserialize(data))  # type: ignore[no-untyped-call] # its stub has no types
+    except SafetensorError as error:
+        raise DamagedError(f"{where} is not a safetensors file: {str(error)!r}") from None
+
+
+def _tensor(data: bytearray, dtype: str, shape: list[int]) -> Tensor:
     if not data:  # frombuffer refuses a buffer without bytes
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    return torch.frombuffer(data, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
+        return torch.empty(shape, dtype=DTYPES[dtype])
+    return torch.frombuffer(data, dtype=DTYPES[dtype]).reshape(shape)

@@ -55,12 +55,13 @@ def _examine(words: Sequence[str], patience_s: float) -> "list[Finding]":
     from stretto.doctor.checks import judge
     from stretto.doctor.examine import examine
     from stretto.doctor.need import purpose_of
+    from stretto.recipes import load_run
     from stretto.run import RunConfig
 
     run = Path(words[0]) if words and "=" not in words[0] else None
     # model.target may name a module beside the run file or where we stand, as `python -m` allows.
     sys.path[:0] = [str((run or Path()).parent.resolve()), str(Path.cwd())]
-    config = load(RunConfig, run, words[run is not None :]).config
+    config = load_run(run, words[1:]).config if run else load(RunConfig, None, words).config
     world = detect()
     # Rank 0 alone writes checkpoints, so it alone builds the model to know their size.
     purpose = purpose_of(config, model_is_known=run is not None and world.rank == 0)

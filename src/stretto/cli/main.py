@@ -11,6 +11,8 @@ from stretto.errors import StrettoError
 VERBS = {
     "demo": ("stretto.cli.demo:demo", "Train the embedded default with 1 and 4 workers; report."),
     "train": ("stretto.cli.train:train", "Train a run file; under torchrun, srun, mpirun, join."),
+    "recipe": ("stretto.cli.recipe:recipe", "List published runs; derive their settings."),
+    "export": ("stretto.cli.export:export", "Write a run's backbone for another task."),
     "slurm": ("stretto.cli.slurm:slurm", "Write a run as a batch job for Slurm; submit it."),
     "doctor": (
         "stretto.cli.doctor:doctor",

@@ -61,14 +61,13 @@ def slurm(
     submit
         Hand it to sbatch, and print the job's id.
     """
-    from stretto.config import load
     from stretto.launch.folder import refuse_taken
     from stretto.launch.slurm.job import sbatch_text
     from stretto.launch.slurm.submit import submit as hand_in
-    from stretto.run import RunConfig
+    from stretto.recipes import load_run
     from stretto.telemetry.aside import write_aside
 
-    config = load(RunConfig, run, overrides).config
+    config = load_run(run, overrides).config
     refuse_taken(config.run_dir, resume)
     again = ["--resume"] if resume else []
     spec = _job(config, ["train", str(run.resolve()), *overrides, *again], ask)

@@ -16,7 +16,7 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     Parameters
     ----------
     run
-        The run file (TOML).
+        The run file (TOML), or the name of a recipe.
     overrides
         Settings laid over the file, as table.key=value.
     workers
@@ -38,25 +38,24 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
 def _join(run: Path, overrides: tuple[str, ...], resume: bool) -> int:
     """Be one rank, as whoever started us says."""
     from stretto.cluster.detect import detect
-    from stretto.config import load
     from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.worker import run_worker
-    from stretto.run import RunConfig
+    from stretto.recipes import load_run
 
-    ended = run_worker(load(RunConfig, run, overrides), detect(), resume=resume)
+    ended = run_worker(load_run(run, overrides), detect(), resume=resume)
     return STOPPED_EXIT_CODE if ended and ended.again else 0
 
 
 def _launch(run: Path, overrides: tuple[str, ...], workers: int, resume: bool) -> int:
     """Start ranks here, once what can be seen beforehand is in order; return how they ended."""
-    from stretto.config import load
     from stretto.errors import STOPPED_EXIT_CODE
     from stretto.launch.folder import newest_checkpoint, refuse_taken
     from stretto.launch.local import run_here
-    from stretto.run import RunConfig, prepare
+    from stretto.recipes import load_run
+    from stretto.run import prepare
     from stretto.train.finetune import check_init
 
-    config = load(RunConfig, run, overrides).config
+    config = load_run(run, overrides).config
     check_workers(workers)
     refuse_taken(config.run_dir, resume)
     prepared = prepare(config)

@@ -44,7 +44,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     """
     model = prepare(config).model.to("meta")
     parameters = list(model.parameters())
-    optimizer = make_optimizer(config.optim)(parameters)
+    optimizer = make_optimizer(config.optim, model)(parameters)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

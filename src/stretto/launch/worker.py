@@ -21,7 +21,16 @@ from stretto.launch.folder import enter_run
 from stretto.launch.parent import WORKERS, end_with_parent
 from stretto.launch.seat import Seat, agreement_of, blaming, leave, take_seat
 from stretto.launch.stop import StopRequest, heeding
-from stretto.run import Prepared, RunConfig, assemble, digest, flat_settings, prepare, resolve_run
+from stretto.run import (
+    Prepared,
+    RunConfig,
+    assemble,
+    derived_for,
+    digest,
+    flat_settings,
+    prepare,
+    resolve_run,
+)
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink
 from stretto.telemetry.sinks import JsonLines, fan_out
@@ -95,6 +104,9 @@ def _run(
     if config.run.trace:
         stack.callback(_write_trace, config.run_dir, parts, seat.say)
     report(_started(config, parts, note))
+    if channel.rank == 0 and config.optim.reference_batch is not None:
+        for line in derived_for(config, parts.source.num_samples).lines():
+            seat.say(f"{line.name} {line.value}: {line.rule}")
     return train(parts, first_step, agreement_of(seat, request))
 
 

@@ -7,13 +7,19 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from stretto.model.alexnet import AlexNet, AlexNetConfig
+from stretto.model.backbone import backbone_state, head_of
 from stretto.model.cnn import CNN, CNNConfig
 from stretto.model.custom import CustomConfig, build_custom
 from stretto.model.gpt import GPT, GPTConfig
+from stretto.model.library import LibraryConfig, build_library
 from stretto.model.loss import correct, per_sample_loss
 from stretto.model.resnet import ResNet, ResNetConfig
+from stretto.model.vgg import VGG, VGGConfig
 
-AnyModelConfig = CNNConfig | ResNetConfig | GPTConfig | CustomConfig
+AnyModelConfig = (
+    CNNConfig | ResNetConfig | AlexNetConfig | VGGConfig | GPTConfig | LibraryConfig | CustomConfig
+)
 ModelConfig = Annotated[AnyModelConfig, Field(discriminator="kind")]
 """The ``[model]`` table of a run file; ``kind`` says which."""
 
@@ -33,30 +39,45 @@ def build_model(config: AnyModelConfig, seed: int) -> nn.Module:
 
 
 def _construct(config: AnyModelConfig) -> nn.Module:
+    model: nn.Module
     match config:
         case CNNConfig():
-            return CNN(config)
+            model = CNN(config)
         case ResNetConfig():
-            return ResNet(config)
+            model = ResNet(config)
+        case AlexNetConfig():
+            model = AlexNet(config)
+        case VGGConfig():
+            model = VGG(config)
         case GPTConfig():
-            return GPT(config)
+            model = GPT(config)
+        case LibraryConfig():
+            model = build_library(config)
         case CustomConfig():
-            return build_custom(config)
+            model = build_custom(config)
         case _:
             assert_never(config)
+    return model
 
 
 __all__ = [
     "CNN",
     "GPT",
+    "VGG",
+    "AlexNet",
+    "AlexNetConfig",
     "AnyModelConfig",
     "CNNConfig",
     "CustomConfig",
     "GPTConfig",
+    "LibraryConfig",
     "ModelConfig",
     "ResNet",
     "ResNetConfig",
+    "VGGConfig",
+    "backbone_state",
     "build_model",
     "correct",
+    "head_of",
     "per_sample_loss",
 ]

@@ -1,8 +1,8 @@
-"""Residual networks, depths 18, 34 and 50.
+"""Residual networks, depths 18, 34, 50 and 101.
 
 He et al., 2016 (arXiv:1512.03385), in the form called v1.5: a bottleneck's stride sits in its
-3x3 convolution. The last norm of each block begins at zero, so that a block begins as the
-identity (Goyal et al., 2017, arXiv:1706.02677).
+3x3 convolution. That the last norm of each block begins at zero, so that a block begins as the
+identity, and that the last layer begins small, is of Goyal et al., 2017 (arXiv:1706.02677).
 
 Shape suffixes: B batch, C channels, H height, W width, K classes.
 """
@@ -17,7 +17,8 @@ from stretto.config import Config
 
 Stem = Literal["imagenet", "small"]
 
-_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+_WITH_BOTTLENECKS = (50, 101)
 _BOTTLENECK_EXPANSION = 4
 
 
@@ -25,8 +26,8 @@ class ResNetConfig(Config):
     """The ``[model]`` table of a run whose ``kind`` is ``"resnet"``."""
 
     kind: Literal["resnet"] = "resnet"
-    depth: Literal[18, 34, 50] = 18
-    """Layers with weights; 50 is made of bottlenecks."""
+    depth: Literal[18, 34, 50, 101] = 18
+    """Layers with weights; 50 and 101 are made of bottlenecks."""
     classes: int = Field(default=8, ge=2)
     """Length of the output."""
     channels: int = Field(default=3, ge=1)
@@ -35,6 +36,15 @@ class ResNetConfig(Config):
     """First layers: "imagenet" divides height and width by 4, "small" leaves them."""
     width: int = Field(default=64, ge=1)
     """Channels of the first stage; each of the next three doubles them."""
+    zero_gamma: bool = True
+    """Whether the last norm of each block begins at zero, and the block as its shortcut."""
+    head_std: float | None = Field(default=None, gt=0)
+    """The last layer begins normal, with this deviation and no bias; as PyTorch has it when not
+    set."""
+    norm_momentum: float = Field(default=0.1, gt=0, le=1)
+    """Weight of a step's own statistics in the running ones: 0.1 keeps 0.9 of what was."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to a variance before its root is divided by."""
 
 
 class ResNet(nn.Module):
@@ -43,7 +53,7 @@ class ResNet(nn.Module):
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.stem = _stem(config)
-        has_bottlenecks = config.depth == 50
+        has_bottlenecks = config.depth in _WITH_BOTTLENECKS
         channels, blocks = config.width, list[nn.Module]()
         for stage, num_blocks in enumerate(_BLOCKS[config.depth]):
             inner = config.width * 2**stage
@@ -55,7 +65,7 @@ class ResNet(nn.Module):
                 channels = out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, config.classes)
-        _initialise_(self)
+        _initialise_(self, config)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return logits [B, K]."""
@@ -117,11 +127,16 @@ def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int) ->
     return [conv, nn.BatchNorm2d(channels_out)]
 
 
-def _initialise_(model: nn.Module) -> None:
+def _initialise_(model: ResNet, config: ResNetConfig) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, Residual):
+        elif isinstance(module, nn.BatchNorm2d):
+            module.momentum, module.eps = config.norm_momentum, config.norm_eps
+        elif isinstance(module, Residual) and config.zero_gamma:
             last_norm = module.branch[-1]
             assert isinstance(last_norm, nn.BatchNorm2d)
             nn.init.zeros_(last_norm.weight)
+    if config.head_std is not None:
+        nn.init.normal_(model.head.weight, std=config.head_std)
+        nn.init.zeros_(model.head.bias)

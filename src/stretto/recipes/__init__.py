@@ -1,1 +1,63 @@
-"""Complete runs, ready made."""
+"""Complete runs, ready made: published ones with their sources, and those we show and time."""
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from stretto.config import Loaded, load
+from stretto.config.text import nearest
+from stretto.errors import ConfigError
+from stretto.recipes.cifar import cifar10
+from stretto.recipes.imagenet import (
+    alexnet_4min,
+    crossover_86k,
+    resnet50_1hour,
+    resnet50_4min,
+    resnet50_74s,
+)
+from stretto.recipes.recipe import Recipe
+from stretto.run import RunConfig
+
+RECIPES: Mapping[str, Callable[[], Recipe]] = {
+    make.__name__: make
+    for make in (resnet50_1hour, resnet50_74s, resnet50_4min, alexnet_4min, crossover_86k, cifar10)
+}
+"""The published ones, each derived from one before it or from nothing."""
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe of that name; raise `ConfigError` with the nearest one where none is."""
+    if name not in RECIPES:
+        raise ConfigError(
+            f"no recipe is called {name!r}{nearest(name, list(RECIPES))}; there are "
+            f"{', '.join(RECIPES)}"
+        )
+    return RECIPES[name]()
+
+
+def load_run(run: Path, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
+    """Load a run file, laid over the recipe it names; or a recipe itself, given by its name.
+
+    Raises:
+        ConfigError: Listing what is wrong with it, or that there is neither such a file nor recipe.
+    """
+    if run.exists() or run.suffix or str(run) not in RECIPES:
+        name = _named_in(run)
+        return load(RunConfig, run, overrides, recipe=_tables(name) if name else None)
+    return load(RunConfig, None, overrides, recipe=_tables(str(run)))
+
+
+def _tables(name: str) -> dict[str, object]:
+    return {"recipe": name, "run": {"name": name}, **find_recipe(name).tables}
+
+
+def _named_in(run: Path) -> str | None:
+    """Return the recipe that a run file names; whatever else is wrong with it, `load` says."""
+    try:
+        name = tomllib.loads(run.read_text(encoding="utf-8")).get("recipe")
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+__all__ = ["RECIPES", "Recipe", "find_recipe", "load_run"]

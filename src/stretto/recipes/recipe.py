@@ -1,4 +1,4 @@
-"""What a recipe is: tables of settings, as a run file would hold them, and where each comes from."""
+"""What a recipe is: tables of settings, as a run file would hold them, each with its source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

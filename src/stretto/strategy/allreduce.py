@@ -199,14 +199,14 @@ class AllReduce:
                 "until it is wanted"
             )
 
-    def after_backward(self) -> Agreed:
+    def after_backward(self, *, update: bool = True) -> Agreed:
         """Wait for every bucket's sum; gradients are then equal on all ranks.
 
         Where nobody reads them, each bucket's parameters are updated at once, beside the buckets
         that still travel, and their gradients dropped: `Optimizer.step` then finds nothing to do.
         """
         assert self._reducer is not None
-        if not self.reads_gradients:
+        if update and not self.reads_gradients:
             self._reducer.finish(self._step, self._update)
             return Agreed()
         self._reducer.finish(self._step)

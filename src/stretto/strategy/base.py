@@ -14,9 +14,10 @@ The moments, in the order the loop calls them (`stretto.train.loop` draws them i
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -25,15 +26,24 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 """Builds the optimizer once the strategy has the model in its final form."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Agreed:
     """What all ranks know of the step: its gradients, where `reads_gradients` kept them."""
 
     gradients: tuple[Tensor, ...] = ()
+    _norm: Tensor | None = field(default=None, init=False, repr=False)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients together; not finite where one of them is not."""
-        return get_total_norm(self.gradients)
+        if self._norm is None:
+            self._norm = get_total_norm(self.gradients)
+        return self._norm
+
+    def divide_(self, scale: float) -> None:
+        """Divide all of them by ``scale``, the factor that a loss was multiplied by."""
+        if scale != 1 and self.gradients:
+            torch._foreach_mul_(self.gradients, 1 / scale)
+            self._norm = None
 
 
 class Strategy(Protocol):
@@ -54,8 +64,11 @@ class Strategy(Protocol):
         """Announce a micro-batch before its gradients; they count once ``last_micro`` is set."""
         ...
 
-    def after_backward(self) -> Agreed:
-        """Turn local gradients into those the optimizer should see; once a step."""
+    def after_backward(self, *, update: bool = True) -> Agreed:
+        """Turn local gradients into those the optimizer should see; once a step.
+
+        Without ``update`` the step is to be left out: no parameter may change.
+        """
         ...
 
     def after_update(self) -> None:

@@ -89,7 +89,7 @@ class _Plain:
 
     def __init__(self, config: RunConfig, model: nn.Module, batch: Batch) -> None:
         self._model = model
-        self._optimizer: Optimizer = make_optimizer(config.optim)(model.parameters())
+        self._optimizer: Optimizer = make_optimizer(config.optim, model)(model.parameters())
         self._batch = batch
 
     def __call__(self) -> None:
@@ -104,9 +104,8 @@ class _Ours:
 
     def __init__(self, config: RunConfig, channel: Channel, model: nn.Module, batch: Batch) -> None:
         self._strategy = build_strategy(config.strategy, channel)
-        self._model, self._optimizer = self._strategy.attach(
-            copy.deepcopy(model), make_optimizer(config.optim)
-        )
+        own = copy.deepcopy(model)
+        self._model, self._optimizer = self._strategy.attach(own, make_optimizer(config.optim, own))
         self._batch = batch
         self._size = channel.size
         self._step = 0

@@ -45,6 +45,14 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLeftOut:
+    """A step changed nothing: a loss or gradient was not finite, on some rank."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvalDone:
     """The model as it was after ``step``, measured on data it has not been trained on."""
 
@@ -82,6 +90,18 @@ class DataRead:
 
 
 @dataclass(frozen=True, slots=True)
+class Scaling:
+    """T = S x N x e: how a run's throughput comes about."""
+
+    one_worker: float
+    """S, samples a second: what a worker does while it waits neither for others nor for data."""
+    workers: int
+    """N."""
+    efficiency: float
+    """e: what is left of N times S in the end."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunEnded:
     """The last word of a run that came to its end by itself, or was asked to stop and saved."""
 
@@ -90,19 +110,21 @@ class RunEnded:
     loss: float
     accuracy: float | None
     samples_per_s: float
-    scaling: dict[str, float] | None = None
-    """Measured scaling by name (a speed-up, an efficiency), where there is something to compare."""
+    """T, of the training steps alone."""
+    scaling: Scaling | None = None
+    """How T comes about; None where no step was measured."""
     stopped: str = ""
     """Why it ended before its last step; empty when it did not."""
     again: bool = False
     """It is to be started again, and will go on from what it saved."""
 
 
-Event = RunStarted | StepDone | EvalDone | DataRead | CheckpointSaved | RunEnded
+Event = RunStarted | StepDone | StepLeftOut | EvalDone | DataRead | CheckpointSaved | RunEnded
 
 EVENTS: Mapping[str, type[Event]] = {
     "run_started": RunStarted,
     "step_done": StepDone,
+    "step_left_out": StepLeftOut,
     "eval_done": EvalDone,
     "data_read": DataRead,
     "checkpoint_saved": CheckpointSaved,

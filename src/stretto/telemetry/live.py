@@ -20,6 +20,7 @@ from stretto.telemetry.events import (
     RunEnded,
     RunStarted,
     StepDone,
+    StepLeftOut,
 )
 from stretto.telemetry.sinks import PlainLines, Sink
 
@@ -58,6 +59,9 @@ class LiveProgress:
                 self._draw_if_due()
             case EvalDone():
                 self._remarks["last evaluation"] = wording.evaluation(event)
+                self._draw()
+            case StepLeftOut():
+                self._remarks["last step left out"] = wording.left_out(event)
                 self._draw()
             case DataRead():
                 self._remarks["data"] = wording.reading(event)

@@ -12,7 +12,9 @@ from stretto.telemetry.events import (
     Event,
     RunEnded,
     RunStarted,
+    Scaling,
     StepDone,
+    StepLeftOut,
 )
 from stretto.units import format_bytes, format_s
 
@@ -33,17 +35,20 @@ def line(event: Event, *, steps: int = 0) -> str:
     """Return ``event`` as one line; ``steps`` is the length of the run, 0 where unknown."""
     match event:
         case RunStarted():
-            return _started(event)
+            told = _started(event)
         case StepDone():
-            return f"step {progress(event.step, steps)} | {speed(event)} | {shares(event)}"
+            told = f"step {progress(event.step, steps)} | {speed(event)} | {shares(event)}"
+        case StepLeftOut():
+            told = f"left out | {left_out(event)}"
         case EvalDone():
-            return f"evaluation | {evaluation(event)}"
+            told = f"evaluation | {evaluation(event)}"
         case DataRead():
-            return f"data | {reading(event)}"
+            told = f"data | {reading(event)}"
         case CheckpointSaved():
-            return f"checkpoint | {checkpoint(event)}"
+            told = f"checkpoint | {checkpoint(event)}"
         case RunEnded():
-            return _ended(event)
+            told = _ended(event)
+    return told
 
 
 def progress(step: int, steps: int) -> str:
@@ -85,6 +90,17 @@ def reading(event: DataRead) -> str:
     return told
 
 
+def left_out(event: StepLeftOut) -> str:
+    """Return which step changed nothing, and why."""
+    return f"step {event.step}, {printable(event.reason)}"
+
+
+def scaling(event: Scaling) -> str:
+    """Return how the throughput comes about: S x N x e."""
+    workers = counted(event.workers, "worker")
+    return f"{event.one_worker:,.0f} x {workers} x {event.efficiency:.1%}"
+
+
 def checkpoint(event: CheckpointSaved) -> str:
     """Return which step is safe, and what it cost."""
     size = format_bytes(event.num_bytes)
@@ -112,14 +128,12 @@ def _started(event: RunStarted) -> str:
 
 
 def _ended(event: RunEnded) -> str:
-    measured = (
-        f" | {printable(name)} {value:.3g}" for name, value in (event.scaling or {}).items()
-    )
+    made = "" if event.scaling is None else f" = {scaling(event.scaling)}"
     stopped = f" | {printable(event.stopped)}" if event.stopped else ""
     return (
         f"ended after {counted(event.step, 'step')} in {duration(event.seconds)} | "
         f"loss {event.loss:.4f}{_accuracy(event.accuracy)} | "
-        f"{event.samples_per_s:,.0f} samples/s{''.join(measured)}{stopped}"
+        f"{event.samples_per_s:,.0f} samples/s{made}{stopped}"
     )
 
 

@@ -1,9 +1,12 @@
-"""One small sum a step, so that all ranks know the same of it: samples read, stop asked for.
+"""Two small sums a step, so that all ranks know the same of it.
 
-It starts when the share is loaded and is needed when backward begins, so that forward hides it.
-On a channel of its own it never comes between a strategy's messages.
+The first (samples read, stop asked for) starts when the share is loaded and is needed when backward
+begins, so that forward hides it. The second (losses that are not finite) starts when forward ends
+and is needed before the update, so that backward hides it. On a channel of their own they never
+come between a strategy's messages.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +46,9 @@ class Agreement:
         self._tell_step = tell_step
         self._pending: tuple[Tensor, Pending] | None = None
         self._settled = Settled(0)
+        self._judged: tuple[Tensor, Pending] | None = None
+        self.mine_is_not_finite = False
+        """Of the step judged last, whether this rank's own loss was."""
 
     def begin(self, step: int, num_samples: int) -> None:
         """Tell the others how many samples this rank read, and whether it was asked to stop."""
@@ -52,6 +58,26 @@ class Agreement:
         mine = [num_samples, *votes, self._channel.rank if word else 0]
         sums = torch.tensor(mine, dtype=torch.float64)
         self._pending = (sums, self._channel.start_all_reduce(sums))
+
+    def judge(self, loss: Tensor) -> None:
+        """Tell the others whether this rank's loss of the step is finite; once a step."""
+        self.mine_is_not_finite = not math.isfinite(float(loss))
+        votes = torch.tensor([float(self.mine_is_not_finite)], dtype=torch.float64)
+        self._judged = (votes, self._channel.start_all_reduce(votes))
+
+    def sound(self) -> bool:
+        """Return whether the losses of all ranks are finite; once, after each `judge`."""
+        assert self._judged is not None, "the step's loss was not judged"
+        votes, pending = self._judged
+        pending.wait()
+        self._judged = None
+        return not bool(votes)
+
+    def all_agree(self, mine: bool) -> bool:
+        """Return whether every rank says so; all ranks call this together."""
+        votes = torch.tensor([float(not mine)], dtype=torch.float64)
+        self._channel.start_all_reduce(votes).wait()
+        return not bool(votes)
 
     def settled(self) -> Settled:
         """Return what the ranks agreed on; may be asked again."""

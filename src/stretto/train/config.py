@@ -1,11 +1,12 @@
 """The ``[train]`` table: how long, how much at once, how often to look."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stretto.config import Config
 from stretto.train.early_stop import EarlyStop
+from stretto.train.precision import FIRST_SCALE, Precision
 
 
 class TrainConfig(Config):
@@ -23,8 +24,29 @@ class TrainConfig(Config):
     """Length of the run in steps; counted from ``epochs`` when not set."""
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches each rank cuts its share of a step into, to save memory."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of forward and backward; weights and updates are always the model's own."""
+    micro_batch: int | None = Field(default=None, ge=1)
+    """Samples of a micro-batch; as many micro-batches as the share needs, instead of
+    ``accumulation``. Batch norm then sees as many samples at any number of ranks."""
+    precision: Precision = "fp32"
+    """Type of forward and backward; weights and updates are always the model's own. "fp16" scales
+    the loss, and leaves out a step that overflows."""
+    loss_scale: float = Field(default=FIRST_SCALE, ge=1)
+    """What fp16 multiplies the loss by at first; halved by an overflow, doubled after 2,000 good
+    steps."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target spread evenly over all classes; evaluation is never smoothed."""
+    not_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows when the loss of any rank is not finite, before it changes the model. "stop":
+    save and end, the layer named; "skip": leave the step out; "rollback": go back to the newest
+    checkpoint, and leave that step out on the way. The last two judge gradients as well, which
+    then are all waited for before the update."""
+    not_finite_limit: int = Field(default=10, ge=0)
+    """Steps left out, overflows of fp16 not counted, after which the run ends anyway."""
+    statistics: Literal["average", "reestimate"] = "average"
+    """What evaluation uses for batch statistics: the mean of the ranks' own running ones, or new
+    ones from a few batches of training samples."""
+    statistics_batches: int = Field(default=8, ge=1)
+    """Batches of each rank for statistics = "reestimate"."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Gradients of a larger norm, over all parameters together, are scaled down to it."""
     log_every: int = Field(default=10, ge=1)
@@ -35,3 +57,25 @@ class TrainConfig(Config):
     """Steps between two checkpoints; at the end of each epoch when not set."""
     early_stop: EarlyStop | None = None
     """When to end before the last step; never when not set."""
+
+    @model_validator(mode="after")
+    def _one_way_to_cut(self) -> Self:
+        if self.micro_batch is not None and self.accumulation > 1:
+            raise ValueError(
+                f"accumulation = {self.accumulation} and micro_batch = {self.micro_batch} both say "
+                "how a share is cut: leave one of them out"
+            )
+        return self
+
+    def pieces(self, size: int) -> int:
+        """Return the micro-batches of a step, the same on each of ``size`` ranks."""
+        if self.micro_batch is None:
+            return self.accumulation
+        share = -(-self.batch // size)
+        return -(-share // self.micro_batch)
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether whole gradients are looked at before the update."""
+        looked_at = self.clip_norm is not None or self.precision == "fp16"
+        return looked_at or self.not_finite != "stop"

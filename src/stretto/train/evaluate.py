@@ -8,6 +8,7 @@ from stretto.model.loss import correct, per_sample_loss
 from stretto.telemetry.events import EvalDone
 from stretto.train.parts import Parts
 from stretto.train.settled import settled
+from stretto.train.statistics import reestimate
 from stretto.train.step import forward
 
 _BATCH = 256
@@ -17,10 +18,12 @@ _BATCH = 256
 @torch.no_grad()
 def evaluate(parts: Parts, done: int) -> EvalDone:
     """Measure loss and accuracy on held-out data after ``done`` steps; all ranks together."""
-    parts.model.eval()
     mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
     sums = torch.zeros(3, dtype=torch.float64)
     with settled(parts), parts.recorder.span("evaluate", "compute"):
+        if parts.config.statistics == "reestimate":
+            reestimate(parts, done)
+        parts.model.eval()
         for start in range(0, len(mine), _BATCH):
             inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
             if not len(inputs):

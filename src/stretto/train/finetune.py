@@ -1,7 +1,7 @@
 """Fine-tuning: a run that begins with the weights of an earlier one; all else is its own.
 
 Nothing is left to chance or silence: each tensor of the model is either taken over, with equal
-shape, or declared fresh by the run file.
+shape, or declared fresh by the run file. A backbone file declares its head fresh by itself.
 """
 
 import json
@@ -15,11 +15,15 @@ import torch
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from stretto.checkpoint import load_at
+from stretto.checkpoint import Backbone, load_at, load_backbone
+from stretto.checkpoint.backbone import SUFFIX
 from stretto.comm.spread import spread_from_rank_0_, spread_text
 from stretto.config import Config
 from stretto.config.text import nearest, toml_value
 from stretto.errors import ConfigError, StrettoError
+from stretto.model import ResNet
+from stretto.model.backbone import is_inside
+from stretto.model.names import from_torchvision, has_torchvision_names
 from stretto.train.parts import Parts
 
 Shapes: TypeAlias = Mapping[str, Sequence[int]]
@@ -33,10 +37,12 @@ class InitConfig(Config):
     """The ``[init]`` table: whose weights a run begins with; a resumed run has its own."""
 
     checkpoint: str | None = None
-    """A run's folder or its folder of checkpoints (the newest valid one is taken), or one
-    checkpoint; a relative path counts from the working directory."""
+    """A run's folder or its folder of checkpoints (the newest valid one is taken), one
+    checkpoint, or a file of tensors by name (.safetensors; for a resnet also with torchvision's
+    or timm's names); a relative path counts from the working directory."""
     fresh: tuple[str, ...] = ()
-    """Tensors not taken over, by name or pattern: "head.*" where there are other classes."""
+    """Tensors not taken over, by name or pattern: "head.*" where there are other classes. A
+    backbone file has no head, and needs no word about it."""
 
     @model_validator(mode="after")
     def _fresh_beside_what(self) -> Self:
@@ -50,7 +56,7 @@ class Start:
     """Where the weights that a run begins with came from."""
 
     path: str = ""
-    """The checkpoint; empty where all weights are fresh."""
+    """The checkpoint or file; empty where all weights are fresh."""
     num_taken: int = 0
     num_fresh: int = 0
 
@@ -90,8 +96,10 @@ def take_over_(parts: Parts, init: InitConfig, log: Callable[[str], None]) -> St
     return Start(**answer)
 
 
-def taken_names(model: Shapes, stored: Shapes, fresh: Sequence[str]) -> list[str]:
-    """Return the tensors that both have and no pattern of ``fresh`` matches.
+def taken_names(
+    model: Shapes, stored: Shapes, fresh: Sequence[str], head: Sequence[str] = ()
+) -> list[str]:
+    """Return the tensors that both have, no pattern of ``fresh`` matches and no ``head`` holds.
 
     Raises:
         ConfigError: A tensor fits nothing and is not declared fresh, a pattern matches no tensor,
@@ -99,7 +107,7 @@ def taken_names(model: Shapes, stored: Shapes, fresh: Sequence[str]) -> list[str
     """
     names = list(dict.fromkeys([*model, *stored]))
     _refuse_idle(fresh, names)
-    declared = _matching(names, fresh)
+    declared = _matching(names, fresh) | {name for name in names if is_inside(name, head)}
     misfits = {name: told for name in names if (told := _misfit(name, model, stored))}
     taken = [name for name in names if name not in misfits and name not in declared]
     offending = [name for name in misfits if name not in declared]
@@ -130,14 +138,24 @@ def _fitting(
     place = Path(init.checkpoint or "").expanduser()
     state = model.state_dict(keep_vars=True)
     try:
-        path, found = load_at(place, log=log)
-        stored = found.under("model")
-        names = taken_names(_shapes(state), _shapes(stored), init.fresh)
+        path, found = _found(place, log)
+        stored = dict(found.tensors)
+        if isinstance(model, ResNet) and has_torchvision_names(stored):
+            stored = from_torchvision(stored)
+        names = taken_names(_shapes(state), _shapes(stored), init.fresh, found.head)
         taken = {name: stored[name] for name in names}
         _refuse_torn(state, taken, init.fresh)
     except StrettoError as wrong:
         raise ConfigError(f"init.checkpoint = {toml_value(init.checkpoint)}: {wrong}") from wrong
     return path, taken
+
+
+def _found(place: Path, log: Callable[[str], None]) -> tuple[Path, Backbone]:
+    """Return the weights that ``place`` means, and where exactly they lie."""
+    if place.suffix == SUFFIX and not place.is_dir():
+        return place, load_backbone(place)
+    path, state = load_at(place, log=log)
+    return path, Backbone(state.under("model"), step=state.step)
 
 
 def _refuse_torn(

@@ -5,24 +5,22 @@
     batches       next global batch, this rank's share of it      (data wait)
     agreement     begins: samples read, stop asked for            (hidden behind forward)
     accumulate    strategy.begin, forward, backward per micro-batch
-    after_backward   the strategy makes gradients agree           (exposed communication)
-    step          optimizer update
+    guard.agree   are all losses finite? strategy.after_backward  (exposed communication)
+    update        optimizer step; or the step is left out
     after_update  the strategy makes parameters agree
     report, evaluate, save    when due
 """
 
-import math
-
-from stretto.data.loader import Prefetch
-from stretto.errors import StrettoError
-from stretto.telemetry.events import EvalDone, RunEnded, StepDone
+from stretto.telemetry.events import EvalDone, RunEnded
 from stretto.train.agreement import Agreement
 from stretto.train.evaluate import evaluate
+from stretto.train.guard import Guard
 from stretto.train.meter import Meter
 from stretto.train.parts import Parts
 from stretto.train.reading import Reading
 from stretto.train.state import save_state
-from stretto.train.step import accumulate, shares, update
+from stretto.train.step import accumulate, update
+from stretto.train.steps import Steps
 
 
 def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None) -> RunEnded:
@@ -31,29 +29,32 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
     A request to stop, to any rank, ends the run for all of them after the step in which they
     agreed on it, with a checkpoint.
     """
-    config, strategy = parts.config, parts.strategy
-    agreement = agreement or Agreement(parts.channel)
-    strategy.reads_gradients = config.clip_norm is not None
-    meter, reading = Meter(parts, first_step), Reading(parts)
+    config, agreement = parts.config, agreement or Agreement(parts.channel)
+    parts.strategy.reads_gradients = config.reads_gradients
+    meter, reading, guard = Meter(parts, first_step), Reading(parts), Guard(parts, agreement)
     result: EvalDone | None = None
     stopped = ""
-    with Prefetch(parts.source, shares(parts, first_step)) as batches:
-        for step, batch in enumerate(batches, first_step):
+    with Steps(parts, first_step) as steps:
+        for step, batch in steps:
             with meter.step(batch):
                 lr = parts.rate_at(step)
+                guard.keep()
                 loss = accumulate(parts, step, batch, lr, agreement)
                 with meter.communicating():
-                    agreed = strategy.after_backward()
-                update(parts, step, agreed)
-                strategy.after_update()
+                    agreed = guard.agree(step)
+                if agreed is not None:
+                    update(parts, step, agreed)
+                    parts.strategy.after_update()
             settled = agreement.settled()
-            meter.add(loss, settled)
+            if agreed is None and (earlier := guard.leave_out(step, batch)) is not None:
+                steps.go_back(earlier)
+                meter.go_back(earlier)
+                continue
+            meter.add(loss, settled, counts=agreed is not None)
             is_last = step + 1 == parts.total_steps
             stopped = "" if is_last else settled.stop
             if stopped or parts.is_due(config.log_every, step):
-                done = meter.summary(lr)
-                parts.report(done)
-                _check_finite(done)
+                parts.report(meter.summary(lr))
             if parts.is_due(config.eval_every, step):
                 result = evaluate(parts, step + 1)
                 parts.report(result)
@@ -68,11 +69,3 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
     ended = meter.ended(result, stopped, again=bool(stopped and settled.stop))
     parts.report(ended)
     return ended
-
-
-def _check_finite(done: StepDone) -> None:
-    if not math.isfinite(done.loss):
-        raise StrettoError(
-            f"the loss is {done.loss} after step {done.step}, on all ranks alike: lower "
-            "optim.lr or lengthen optim.warmup_steps; checkpoints hold finite weights only"
-        )

@@ -1,5 +1,6 @@
 """Where a step's time goes: compute, exposed communication, waiting for data."""
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from stretto.comm.small import add_up_
 from stretto.data.loader import LoadedShare
-from stretto.telemetry.events import EvalDone, RunEnded, StepDone
+from stretto.telemetry.events import EvalDone, RunEnded, Scaling, StepDone
 from stretto.telemetry.timeline import Span
 from stretto.train.agreement import Settled
 from stretto.train.parts import Parts
@@ -24,6 +25,7 @@ class Meter:
         self._began_s = time.monotonic()
         self._trained_s = 0.0
         self._trained_samples = 0
+        self._computed_s = 0.0
         self._done = first_step
         self._last_loss = float("nan")
         self._loss: Tensor | None = None
@@ -48,11 +50,15 @@ class Meter:
         yield
         self._comm_s += time.monotonic() - start_s
 
-    def add(self, loss: Tensor, settled: Settled) -> None:
-        """Add this rank's sum of losses and all ranks' samples; the device is not read yet."""
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._samples += settled.num_samples
+    def add(self, loss: Tensor, settled: Settled, *, counts: bool = True) -> None:
+        """Add this rank's sum of losses and all ranks' samples; the device is not read yet.
+
+        Of a step that was left out only the time counts.
+        """
         self._comm_s += settled.wait_s
+        if counts:
+            self._loss = loss if self._loss is None else self._loss + loss
+            self._samples += settled.num_samples
 
     def summary(self, lr: float) -> StepDone:
         """Return the means since the last line, over all ranks (one small all-reduce)."""
@@ -64,11 +70,12 @@ class Meter:
         step_s, comm_s, data_s = (total / parts.channel.size for total in times)
         self._trained_s += step_s
         self._trained_samples += self._samples
+        self._computed_s += max(0.0, step_s - comm_s - data_s)
         ran, left = self._done - self._first_step, parts.total_steps - self._done
         done = StepDone(
             step=self._done,
             epoch=(self._done - 1) // parts.epoch_steps,
-            loss=loss_sum / max(1, self._samples),
+            loss=loss_sum / self._samples if self._samples else math.nan,
             lr=lr,
             samples_per_s=self._samples / step_s,
             step_s=step_s / self._steps,
@@ -89,9 +96,24 @@ class Meter:
             loss=result.loss if result else self._last_loss,
             accuracy=result.accuracy if result else None,
             samples_per_s=self._trained_samples / self._trained_s if self._trained_s else 0.0,
+            scaling=self._scaling(),
             stopped=stopped,
             again=again,
         )
+
+    def go_back(self, step: int) -> None:
+        """Count on from an earlier step; what was measured stays measured."""
+        self._done = self._first_step = step
+        self._began_s = time.monotonic()
+        self._clear()
+
+    def _scaling(self) -> Scaling | None:
+        """Return S and e; ranks compute side by side, each its share of the samples."""
+        workers = self._parts.channel.size
+        if not self._trained_samples or not self._computed_s:
+            return None
+        one_worker = self._trained_samples / workers / self._computed_s
+        return Scaling(one_worker, workers, self._computed_s / self._trained_s)
 
     def _clear(self) -> None:
         self._loss = None

@@ -16,6 +16,7 @@ from stretto.telemetry.events import EvalDone, Event
 from stretto.telemetry.timeline import Recorder
 from stretto.train.config import TrainConfig
 from stretto.train.early_stop import Watch
+from stretto.train.precision import LossScale
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Parts:
     """Settings, by dotted key, that a resumed run may not change."""
     watch: Watch = field(default_factory=Watch)
     """Says when evaluations have not become better for long enough."""
+    scale: LossScale = field(default_factory=LossScale)
+    """What losses are multiplied by before backward."""
 
     @property
     def pass_steps(self) -> int:

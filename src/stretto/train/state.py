@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.checkpoint import State, flatten_optimizer, load_newest, restore_optimizer_, save
 from stretto.comm.channel import Channel
@@ -42,12 +42,17 @@ def save_state(parts: Parts, next_step: int) -> None:
 
 def _refuse_not_finite(parts: Parts, next_step: int) -> None:
     """Keep what is lost out of the checkpoints; parameters are equal, so all ranks end alike."""
-    for name, parameter in parts.model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise StrettoError(
-                f"{name} is not finite after step {next_step}, on all ranks alike, and was not "
-                f"saved: lower optim.lr or lengthen optim.warmup_steps, then --resume"
-            )
+    if name := first_not_finite(parts.model):
+        raise StrettoError(
+            f"{name} is not finite after step {next_step}, on all ranks alike, and was not "
+            f"saved: lower optim.lr or lengthen optim.warmup_steps, then --resume"
+        )
+
+
+def first_not_finite(model: nn.Module) -> str:
+    """Return the name of the first parameter that is not finite; empty where all are."""
+    named = model.named_parameters()
+    return next((name for name, p in named if not bool(torch.isfinite(p).all())), "")
 
 
 def capture(parts: Parts, next_step: int, beside: Mapping[str, Tensor]) -> State:
@@ -63,6 +68,7 @@ def capture(parts: Parts, next_step: int, beside: Mapping[str, Tensor]) -> State
         "ranks_per_host": list(parts.world.mesh.ranks_per_host),
         "epoch": next_step // parts.epoch_steps,
         "early_stop": parts.watch.state_dict(),
+        "loss_scale": parts.scale.state_dict(),
         "random_numbers": "a function of seed, step, micro-batch and rank",
         "fixed": parts.fixed,
         "data": _fingerprints(parts),
@@ -86,6 +92,17 @@ def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
     return shared.step
 
 
+def go_back_(parts: Parts) -> int | None:
+    """Take up the newest valid checkpoint again; return its step, None where there is none.
+
+    The scale of the loss stays what it has become: what it was would overflow again.
+    """
+    scale = parts.scale.state_dict()
+    step = resume_state(parts, log=lambda _line: None)
+    parts.scale.load_state_dict(scale)
+    return step or None
+
+
 def restore_(parts: Parts, state: State) -> None:
     """Put ``state`` into the model, the optimizer, the strategy and the watch."""
     _check_same_run(parts, state)
@@ -104,16 +121,18 @@ def restore_(parts: Parts, state: State) -> None:
     if same_size:
         parts.strategy.load_own_state(state.under(strategy_of_rank(parts.channel.rank)))
     parts.watch.load_state_dict(state.facts.get("early_stop", {}))
+    parts.scale.load_state_dict(state.facts.get("loss_scale", {}))
 
 
 def _check_same_run(parts: Parts, state: State) -> None:
     """Refuse to go on as another run: with other samples, another model or another optimizer."""
     then, now = state.facts["fixed"], json.loads(json.dumps(parts.fixed))
-    # Another kind brings other keys: it is what changed.
-    for key in sorted({*then, *now}, key=lambda key: (not key.endswith(".kind"), key)):
-        if then.get(key) != now.get(key):
+    # Another kind brings other keys: it is what changed. A key that was not there then has come
+    # with a later version, whose default is what there was.
+    for key in sorted(then, key=lambda key: (not key.endswith(".kind"), key)):
+        if then[key] != now.get(key):
             raise CheckpointError(
-                f"the checkpoint was written with {key} = {then.get(key)!r}, the run has "
+                f"the checkpoint was written with {key} = {then[key]!r}, the run has "
                 f"{now.get(key)!r}: set it back to resume, or start a new run under another name"
             )
 

@@ -14,6 +14,7 @@ from stretto.model.loss import per_sample_loss
 from stretto.strategy import Agreed
 from stretto.train.agreement import Agreement
 from stretto.train.parts import Parts
+from stretto.train.precision import HALF
 
 
 def shares(parts: Parts, first_step: int) -> Iterator[Share]:
@@ -44,27 +45,39 @@ def accumulate(
     for group in parts.optimizer.param_groups:
         group["lr"] = lr  # before backward: a strategy may update as gradients arrive
     total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
-    pieces = parts.config.accumulation
-    micros = zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
-    for micro, (inputs, targets) in enumerate(micros):
-        parts.strategy.begin(step, micro, micro == pieces - 1, lr)
-        if not len(inputs):
-            continue
-        seed_randomness(parts.seed, step, micro, parts.channel.rank)
-        with parts.recorder.span("forward", "compute", step=step):
-            loss = per_sample_loss(forward(parts, inputs), targets).sum()
-        with parts.recorder.span("agree", "wait", step=step):
-            num_samples = agreement.settled().num_samples
-        with parts.recorder.span("backward", "compute", step=step):
-            (loss / num_samples).backward()
-        total += loss.detach()
+    last = parts.config.pieces(parts.channel.size) - 1
+    for micro, (inputs, targets) in enumerate(micro_batches(parts, batch)):
+        parts.strategy.begin(step, micro, micro == last, lr)
+        loss = _loss(parts, step, micro, inputs, targets) if len(inputs) else None
+        if loss is not None:
+            total += loss.detach()
+        if micro == last:
+            agreement.judge(total)
+        if loss is not None:
+            with parts.recorder.span("agree", "wait", step=step):
+                num_samples = agreement.settled().num_samples
+            with parts.recorder.span("backward", "compute", step=step):
+                (loss * (parts.scale.value / num_samples)).backward()
     return total
+
+
+def micro_batches(parts: Parts, batch: LoadedShare) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the pieces of this rank's share, inputs and targets; some may be empty."""
+    pieces = parts.config.pieces(parts.channel.size)
+    return zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
+
+
+def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) -> Tensor:
+    seed_randomness(parts.seed, step, micro, parts.channel.rank)
+    with parts.recorder.span("forward", "compute", step=step):
+        outputs = forward(parts, inputs)
+        return per_sample_loss(outputs, targets, parts.config.label_smoothing).sum()
 
 
 def forward(parts: Parts, inputs: Tensor) -> Tensor:
     """Return the model's outputs, computed in the run's precision."""
-    bf16 = parts.config.precision == "bf16"
-    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=bf16):
+    half = HALF.get(parts.config.precision)
+    with torch.autocast(inputs.device.type, half, enabled=half is not None):
         outputs: Tensor = parts.model(inputs)
     return outputs
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 from stretto.model.loss import correct, per_sample_loss
 
@@ -15,6 +15,22 @@ def test_tokens_count_by_their_mean_within_the_sample():
     logits, targets = torch.randn(2, 7, 3), torch.randint(3, (2, 7))
     expected = [cross_entropy(logits[i], targets[i]) for i in range(2)]
     torch.testing.assert_close(per_sample_loss(logits, targets), torch.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 3, 7)], ids=["classes", "tokens"])
+def test_smoothing_takes_its_share_from_the_target_and_spreads_it_over_all_classes(shape):
+    logits, targets = torch.randn(shape, dtype=torch.float64), torch.randint(7, shape[:-1])
+    target = one_hot(targets, 7) * 0.9 + 0.1 / 7
+    expected = -(target * logits.log_softmax(-1)).sum(-1).view(5, -1).mean(1)
+    torch.testing.assert_close(per_sample_loss(logits, targets, 0.1), expected)
+
+
+def test_mass_on_the_wrong_classes_alone_is_smoothing_by_a_little_more():
+    logits, targets = torch.randn(5, 7, dtype=torch.float64), torch.randint(7, (5,))
+    right = one_hot(targets, 7)
+    target = right * 0.9 + (1 - right) * 0.1 / 6
+    expected = -(target * logits.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(per_sample_loss(logits, targets, 0.1 * 7 / 6), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,7 +2,17 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from stretto.model import CNNConfig, CustomConfig, GPTConfig, ModelConfig, ResNetConfig, build_model
+from stretto.model import (
+    AlexNetConfig,
+    CNNConfig,
+    CustomConfig,
+    GPTConfig,
+    LibraryConfig,
+    ModelConfig,
+    ResNetConfig,
+    VGGConfig,
+    build_model,
+)
 
 TABLE = TypeAdapter(ModelConfig)
 
@@ -12,7 +22,10 @@ TABLE = TypeAdapter(ModelConfig)
     [
         ({"kind": "cnn"}, CNNConfig),
         ({"kind": "resnet", "depth": 34}, ResNetConfig),
+        ({"kind": "alexnet"}, AlexNetConfig),
+        ({"kind": "vgg", "depth": 19}, VGGConfig),
         ({"kind": "gpt"}, GPTConfig),
+        ({"kind": "library", "name": "timm:resnet50"}, LibraryConfig),
         ({"kind": "custom", "target": "a:b", "options": {"n": [1, 2]}}, CustomConfig),
     ],
 )

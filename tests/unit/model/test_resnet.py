@@ -2,16 +2,17 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.model import ResNetConfig, build_model
+from stretto.model import ResNet, ResNetConfig, build_model
 from stretto.model.resnet import Residual
 
 
 @pytest.mark.parametrize(
-    ("depth", "expected"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032)]
+    ("depth", "expected"),
+    [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160)],
 )
 def test_the_number_of_parameters_is_the_published_one(depth, expected):
-    config = ResNetConfig(depth=depth, classes=1000, stem="imagenet")
-    model = build_model(config, seed=0)
+    with torch.device("meta"):
+        model = ResNet(ResNetConfig(depth=depth, classes=1000, stem="imagenet"))
     assert sum(p.numel() for p in model.parameters()) == expected
 
 
@@ -30,10 +31,41 @@ def test_a_bottleneck_has_its_stride_in_the_three_by_three_convolution():
 @pytest.mark.parametrize("depth", [18, 50])
 def test_every_block_begins_as_its_shortcut(depth):
     model = build_model(ResNetConfig(depth=depth, width=4), seed=0)
-    for block in model.modules():
-        if isinstance(block, Residual):
-            x = torch.randn(2, _channels_in(block), 8, 8)
-            assert torch.equal(block(x), block.shortcut(x).relu())
+    for block in _blocks(model):
+        x = torch.randn(2, _channels_in(block), 8, 8)
+        assert torch.equal(block(x), block.shortcut(x).relu())
+
+
+def test_without_zero_gamma_every_norm_begins_at_one():
+    model = build_model(ResNetConfig(depth=50, width=4, zero_gamma=False), seed=0)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert all(norm.weight.eq(1).all() for norm in norms)
+
+
+def test_the_head_begins_with_the_deviation_that_was_asked_for_and_no_bias():
+    model = build_model(ResNetConfig(width=64, classes=100, head_std=0.01), seed=0)
+    assert model.head.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert model.head.weight.mean().abs() < 2e-4
+    assert not model.head.bias.any()
+
+
+def test_options_of_the_start_leave_all_other_weights_as_they_are():
+    plain = build_model(ResNetConfig(width=4), seed=0).state_dict()
+    other = ResNetConfig(width=4, zero_gamma=False, head_std=0.01)
+    changed = build_model(other, seed=0).state_dict()
+    differing = {name for name in plain if not torch.equal(plain[name], changed[name])}
+    last_norms = {f"blocks.{i}.branch.4.weight" for i in range(8)}
+    assert differing == last_norms | {"head.weight", "head.bias"}
+
+
+def test_every_norm_has_the_momentum_and_the_eps_of_the_config():
+    model = build_model(ResNetConfig(width=4, norm_momentum=0.3, norm_eps=1e-3), seed=0)
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {(norm.momentum, norm.eps) for norm in norms} == {(0.3, 1e-3)}
+
+
+def _blocks(model):
+    return [block for block in model.modules() if isinstance(block, Residual)]
 
 
 def _channels_in(block):

@@ -19,6 +19,7 @@ from stretto.telemetry.events import (
     EvalDone,
     RunEnded,
     RunStarted,
+    Scaling,
     StepDone,
 )
 from stretto.telemetry.trackers import TRACKERS, check_trackers, keep_local, open_trackers
@@ -27,7 +28,7 @@ from stretto.telemetry.trackers.scalars import flat_words, scalars
 SETTINGS = {"run.seed": 7, "optim.lr": 0.1, "strategy.cuts": [2, 3], "run.threads": None}
 STARTED = RunStarted("r", 2, 1, "allreduce", 4, "cnn", 10, 1)
 EVAL = EvalDone(2, 0, 0.5, 0.75)
-ENDED = RunEnded(4, 9.0, 0.25, 0.875, 100.0, {"speed-up": 1.9})
+ENDED = RunEnded(4, 9.0, 0.25, 0.875, 100.0, Scaling(30.0, 4, 0.75))
 
 KEPT = {name for tracker in TRACKERS.values() for name in tracker.environment}
 
@@ -248,7 +249,7 @@ def test_mlflow_reads_back_what_was_told(tmp_path):
     assert [(entry.step, entry.value) for entry in history[:1]] == [(2, 1.0)]
     assert math.isnan(history[1].value)
     assert run.data.metrics["eval/accuracy"] == 0.75
-    assert run.data.metrics["end/speed-up"] == 1.9
+    assert run.data.metrics["end/efficiency"] == 0.75
     assert run.data.params["strategy.cuts"] == "[2, 3]"
     assert (run.info.run_name, run.info.status) == ("r", "FINISHED")
 

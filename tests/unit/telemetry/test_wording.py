@@ -6,7 +6,15 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.telemetry.events import EVENTS, EvalDone, RunEnded, RunStarted, StepDone
+from stretto.telemetry.events import (
+    EVENTS,
+    EvalDone,
+    RunEnded,
+    RunStarted,
+    Scaling,
+    StepDone,
+    StepLeftOut,
+)
 from stretto.telemetry.wording import line, printable
 
 events = st.one_of([st.from_type(kind) for kind in EVENTS.values()])
@@ -55,4 +63,9 @@ def test_an_evaluation_without_accuracy_does_not_mention_it():
 
 
 def test_measured_scaling_is_told_at_the_end():
-    assert "speedup 2.96" in line(RunEnded(9, 1.0, 0.1, None, 5.0, {"speedup": 2.96}))
+    told = line(RunEnded(9, 1.0, 0.1, None, 990.0, Scaling(330.0, 4, 0.75)))
+    assert "990 samples/s = 330 x 4 workers x 75.0%" in told
+
+
+def test_a_step_left_out_is_told_with_the_reason():
+    assert line(StepLeftOut(7, "rank 2: oops")) == "left out | step 7, rank 2: oops"

@@ -16,6 +16,7 @@ from stretto.comm.local import run_local
 from stretto.config import load, to_toml
 from stretto.errors import ConfigError
 from stretto.run import RunConfig, assemble, digest, fixed_settings, flat_settings, prepare
+from stretto.train.export import export_backbone
 from stretto.train.finetune import InitConfig, check_init, take_over_, taken_names
 from stretto.train.loop import train
 from stretto.train.state import resume_state
@@ -140,6 +141,31 @@ def test_a_new_head_stays_fresh_and_the_rest_is_taken_over_on_every_rank(size, e
         for name, value in found.items():
             expected = untouched if name.startswith("head.") else weights
             assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_backbone_of_8_classes_starts_a_run_of_5_with_the_same_body(size, earlier, tmp_path):
+    run, weights = earlier
+    out = tmp_path / "body.safetensors"
+    export_backbone(run, out, log=pytest.fail)
+    settings = ["model.classes=5", "data.classes=5", "run.seed=9"]
+    ((_, untouched),) = run_local(1, lambda c: begun(c, tmp_path, *settings))
+    settings.append(f"init.checkpoint={out}")
+    for note, found in run_local(size, lambda c: begun(c, tmp_path, *settings)):
+        assert note == f"weights from {out}, 2 tensors fresh"
+        for name, value in found.items():
+            expected = untouched if name.startswith("head.") else weights
+            assert torch.equal(value, expected[name]), name
+
+
+def test_with_8_classes_the_head_of_a_backbone_is_fresh_though_it_would_fit(earlier, tmp_path):
+    run, weights = earlier
+    out = tmp_path / "body.safetensors"
+    export_backbone(run, out, log=pytest.fail)
+    settings = [f"init.checkpoint={out}", "run.seed=9"]
+    ((_, found),) = run_local(1, lambda c: begun(c, tmp_path, *settings))
+    differing = {name for name in found if not torch.equal(found[name], weights[name])}
+    assert differing == {"head.weight", "head.bias"}
 
 
 def test_only_rank_0_needs_to_reach_the_checkpoint(earlier, tmp_path):

@@ -104,7 +104,7 @@ def test_resuming_as_another_run_is_refused_with_the_key_that_changed(change, tm
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    settings = ["optim.lr=1e30", "train.steps=8", "train.log_every=8", "train.save_every=1"]
+    settings = ["optim.lr=3e38", "train.steps=8", "train.log_every=8", "train.save_every=1"]
     with pytest.raises(StrettoError, match="not finite after step"):
         run_local(1, lambda c: on_rank(c, tmp_path, *settings))
     for path in (tmp_path / "run" / "checkpoints").glob("step-*"):

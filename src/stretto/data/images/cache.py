@@ -37,8 +37,8 @@ _ANOTHER_FOLDER = "set data.cache_folder to a folder on a disk of this host that
 class Demand:
     """How much a cache should hold."""
 
-    side: int
-    """Pixels along each edge of an image."""
+    shape: tuple[int, ...]
+    """Of the bytes of one image."""
     num_samples: int
     fraction: float
     """This split's part of what all splits may take."""
@@ -48,7 +48,7 @@ class Demand:
     @property
     def row_dtype(self) -> np.dtype[np.void]:
         """One row of the file."""
-        return np.dtype([("digest", "<u8"), ("pixels", "u1", (self.side, self.side, 3))])
+        return np.dtype([("digest", "<u8"), ("pixels", "u1", self.shape)])
 
 
 class Cache:

@@ -1,9 +1,10 @@
-"""Decode images for another process: paths in, squares of pixels out. Started as a script.
+"""Decode images for another process: paths in, pixels out. Started as a script.
 
 It needs the standard library and Pillow, nothing of ours, so that it starts in a tenth of a second.
 It speaks on its standard input and output: a request is a length and a path; a reply is a status,
-a length, and either pixels (rows of red, green, blue) or text. Replies come in the order of
-requests, after one that says READY. It ends with its input or with its parent.
+a length, and either pixels (rows of red, green, blue) or text. Pixels are those of a square, or
+come after their width and height. Replies come in the order of requests, after one that says READY.
+It ends with its input or with its parent.
 """
 
 import ctypes
@@ -19,6 +20,8 @@ REQUEST = struct.Struct("<I")
 """Length of the path that follows."""
 REPLY = struct.Struct("<BI")
 """Status, and length of what follows."""
+EXTENT = struct.Struct("<II")
+"""Width and height, before the pixels of a whole image."""
 READY, PIXELS, BAD, UNREAD = range(4)
 
 IGNORED_SIGNALS = (
@@ -55,15 +58,18 @@ class UnreadImageError(NoPixelsError):
     status = UNREAD
 
 
-def decode(path: bytes, side: int, max_pixels: int) -> bytes:
+def decode(path: bytes, side: int, max_pixels: int, *, whole: bool = False) -> bytes:
     """Return the centre square of the image at ``path``, scaled to ``side`` by ``side`` pixels.
+
+    The ``whole`` image instead is shrunk until it has no more pixels than that, and comes after
+    its `EXTENT`.
 
     Raises:
         BadImageError: The bytes prove that there are no such pixels.
         UnreadImageError: They could not be read or decoded this time.
     """
     try:
-        return _decode(path, side, max_pixels)
+        return _decode(path, side, max_pixels, whole=whole)
     except BadImageError:
         raise
     except Exception as wrong:
@@ -74,7 +80,7 @@ def decode(path: bytes, side: int, max_pixels: int) -> bytes:
         raise BadImageError(_reason(wrong)) from wrong
 
 
-def _decode(path: bytes, side: int, max_pixels: int) -> bytes:
+def _decode(path: bytes, side: int, max_pixels: int, *, whole: bool) -> bytes:
     from PIL import Image
 
     with Path(os.fsdecode(path)).open("rb") as file:
@@ -88,13 +94,25 @@ def _decode(path: bytes, side: int, max_pixels: int) -> bytes:
             )
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, several times as fast. At least
         # twice the pixels we need stay, so that the rest of the scaling still averages.
-        image.draft("RGB", (2 * side, 2 * side))
+        goal = fitted(width, height, side**2) if whole else (side, side)
+        image.draft("RGB", (2 * goal[0], 2 * goal[1]))
         colours = image.convert("RGB")
+    if whole:
+        scaled = colours.resize(goal, Image.Resampling.BILINEAR)
+        return EXTENT.pack(*goal) + scaled.tobytes()
     width, height = colours.size
     edge = min(width, height)
     left, top = (width - edge) / 2, (height - edge) / 2
     box = (left, top, left + edge, top + edge)
     return colours.resize((side, side), Image.Resampling.BILINEAR, box=box).tobytes()
+
+
+def fitted(width: int, height: int, most: int) -> tuple[int, int]:
+    """Return the size of an image shrunk, in its proportions, to at most ``most`` pixels."""
+    shrink = min(1.0, (most / (width * height)) ** 0.5)
+    short = max(1, int(min(width, height) * shrink))
+    long = min(int(max(width, height) * shrink), most // short)
+    return (long, short) if width > height else (short, long)
 
 
 def _lacks_memory(wrong: Exception) -> bool:
@@ -112,12 +130,14 @@ def _reason(wrong: Exception) -> str:
     return " ".join(f"{kind}{wrong}".split())
 
 
-def serve(requests: BinaryIO, replies: BinaryIO, side: int, max_pixels: int) -> None:
+def serve(
+    requests: BinaryIO, replies: BinaryIO, side: int, max_pixels: int, *, whole: bool = False
+) -> None:
     """Answer requests until they end."""
     while len(header := requests.read(REQUEST.size)) == REQUEST.size:
         path = requests.read(*REQUEST.unpack(header))
         try:
-            reply(replies, PIXELS, decode(path, side, max_pixels))
+            reply(replies, PIXELS, decode(path, side, max_pixels, whole=whole))
         except NoPixelsError as why:
             reply(replies, why.status, str(why).encode(errors="backslashreplace"))
 
@@ -128,7 +148,7 @@ def reply(replies: BinaryIO, status: int, content: bytes) -> None:
     replies.flush()
 
 
-def main(side: int, max_pixels: int, parent: int) -> int:
+def main(side: int, whole: int, max_pixels: int, parent: int) -> int:
     """Serve on standard input and output for as long as ``parent`` lives."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -145,7 +165,7 @@ def main(side: int, max_pixels: int, parent: int) -> int:
     Image.MAX_IMAGE_PIXELS = None  # our own limit holds instead
     try:
         reply(replies, READY, b"")
-        serve(sys.stdin.buffer, replies, side, max_pixels)
+        serve(sys.stdin.buffer, replies, side, max_pixels, whole=bool(whole))
     except BrokenPipeError:
         os._exit(1)  # nobody listens any more; a normal exit would flush and complain
     return 0

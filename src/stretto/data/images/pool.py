@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from stretto.data.images.decoder import BAD, IGNORED_SIGNALS, PIXELS, READY
+from stretto.data.images.form import Form
 from stretto.data.images.process import Decoder
 from stretto.errors import StrettoError
 
@@ -38,9 +39,9 @@ class Failure:
 class Pool:
     """Up to ``limit`` decoder processes; each is started when there is work for it."""
 
-    def __init__(self, limit: int, *, side: int, max_pixels: int) -> None:
+    def __init__(self, limit: int, *, form: Form, max_pixels: int) -> None:
         self._limit = limit
-        self._settings = (side, max_pixels)
+        self._settings = (form, max_pixels)
         self._decoders: list[Decoder] = []
         self._spawner = ThreadPoolExecutor(1, "stretto-decoders", initializer=_block_signals)
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stretto.data.images.decoder import REPLY, REQUEST
+from stretto.data.images.form import Form
 from stretto.errors import StrettoError
 
 _SCRIPT = Path(__file__).with_name("decoder.py")
@@ -24,8 +25,8 @@ _READ_BYTES = 1 << 20
 class Decoder:
     """A running decoder process, and what it has been asked."""
 
-    def __init__(self, side: int, max_pixels: int) -> None:
-        self._process = _start(side, max_pixels)
+    def __init__(self, form: Form, max_pixels: int) -> None:
+        self._process = _start(form, max_pixels)
         assert self._process.stdin is not None  # pipes were asked for
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout
@@ -102,8 +103,8 @@ class Decoder:
             self._outgoing.clear()  # it is dead, which the end of its replies will show
 
 
-def _start(side: int, max_pixels: int) -> "subprocess.Popen[bytes]":
-    numbers = [str(number) for number in (side, max_pixels, os.getpid())]
+def _start(form: Form, max_pixels: int) -> "subprocess.Popen[bytes]":
+    numbers = [str(int(n)) for n in (form.side, form.is_whole, max_pixels, os.getpid())]
     try:
         # -P: the modules beside the script must not stand in for others of the same name.
         return subprocess.Popen(

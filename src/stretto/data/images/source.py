@@ -6,6 +6,7 @@ import platform
 import threading
 from collections import ChainMap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from stretto.data.images.augment import Augment
 from stretto.data.images.cache import Cache, Demand, open_in_folder, open_in_memory
 from stretto.data.images.config import ImagesConfig
 from stretto.data.images.folder import find_splits, stamp
+from stretto.data.images.form import put
 from stretto.data.images.pool import Failure, Pool
 from stretto.data.source import Account, Place, Skipped
 from stretto.errors import ConfigError
@@ -26,7 +28,8 @@ class Images:
     """The images of one split.
 
     Before `start` each batch is decoded by a process of its own, which is slow but enough for a
-    trial; afterwards by processes that stay, with a cache that the ranks of the host share.
+    trial; afterwards by processes that stay, with a cache that the ranks of the host share. Crops
+    that are scaled (augment "area_crop") are then made by threads, as many as decoders.
     """
 
     def __init__(self, config: ImagesConfig, *, train: bool) -> None:
@@ -36,8 +39,10 @@ class Images:
         self._stamps = stamp(self._split)
         self._fraction = len(self._split) / sum(len(split) for split in splits)
         self._config = config
+        self._form = config.form(train=train)
         self._augment = Augment(config, train=train)
         self._pool: Pool | None = None
+        self._hands: ThreadPoolExecutor | None = None
         self._cache: Cache | None = None
         self._bad: dict[int, str] = {}  # only what will not be better next time
         self._reading = threading.Lock()
@@ -62,14 +67,20 @@ class Images:
             pixels, there = self._read(indices)
         if not there.all():
             pixels, indices, labels = pixels[there], indices[there], labels[there]
-        return torch.from_numpy(self._augment(pixels, indices, epoch)), torch.from_numpy(labels)
+        each = self._hands.map if self._hands is not None else map
+        inputs = self._augment(pixels, indices, epoch, each)
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
 
     def start(self, place: Place) -> None:
         """Start a decoder and open the cache; meets the other ranks once if it is in memory."""
         cores = len(os.sched_getaffinity(0)) // place.local_size
         self.close()
-        self._pool = self._make_pool(self._config.decoders_on(cores))
+        limit = self._config.decoders_on(cores)
+        self._pool = self._make_pool(limit)
         self._pool.prove()
+        if self._form.is_whole and limit > 1:
+            # Scaling takes a millisecond a crop and lets other threads run; a copy is not worth it.
+            self._hands = ThreadPoolExecutor(limit, "stretto-crops")
         self._cache = self._open_cache(place)
 
     def close(self) -> None:
@@ -78,15 +89,17 @@ class Images:
             if self._pool is not None:
                 self._pool.close()
             self._pool = self._cache = None
+        if self._hands is not None:
+            self._hands.shutdown()
+            self._hands = None
 
     def take_account(self) -> Account:
         """Return what was decoded, found and skipped since the last call."""
         return self._ledger.take()
 
     def _read(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-        """Return the stored square of each sample, and which of them are there."""
-        side = self._config.side
-        pixels = np.empty((len(indices), side, side, 3), dtype=np.uint8)
+        """Return what is stored of each sample, and which of them are there."""
+        pixels = np.empty((len(indices), *self._form.shape), dtype=np.uint8)
         there = np.zeros(len(indices), dtype=np.bool_)
         if self._cache is not None:
             there = self._cache.read(indices, pixels)
@@ -99,7 +112,7 @@ class Images:
             if isinstance(content, Failure):
                 (self._bad if content.is_lasting else passing)[index] = content.reason
                 continue
-            pixels[place] = np.frombuffer(content, np.uint8).reshape(side, side, 3)
+            put(pixels[place], content)
             there[place] = True
             if self._cache is not None:
                 self._cache.write(index, pixels[place])
@@ -121,17 +134,17 @@ class Images:
             pool.close()
 
     def _make_pool(self, limit: int) -> Pool:
-        return Pool(limit, side=self._config.side, max_pixels=self._config.max_pixels)
+        return Pool(limit, form=self._form, max_pixels=self._config.max_pixels)
 
     def _open_cache(self, place: Place) -> Cache | None:
         config, split = self._config, self._split.folder
-        demand = Demand(config.side, self.num_samples, self._fraction, config.cache_size)
+        demand = Demand(self._form.shape, self.num_samples, self._fraction, config.cache_size)
         if config.cache == "memory":
             return open_in_memory(f"{_short(place.key)}-{split.name}", demand, place.meet)
         if config.cache == "file":
             chosen = config.cache_folder or str(split.parent / ".stretto-cache")
             prefix = f"{split.name}-{_short(str(split))}-{_short(platform.node())}"
-            decoded = (self._stamps.version, config.side, config.max_pixels, self._pillow)
+            decoded = (self._stamps.version, self._form, config.max_pixels, self._pillow)
             return open_in_folder(Path(chosen).expanduser(), prefix, _short(str(decoded)), demand)
         return None
 

@@ -62,5 +62,6 @@ def _ended(event: RunEnded) -> dict[str, float | None]:
         "end/accuracy": event.accuracy,
         "end/seconds": event.seconds,
         "end/samples_per_s": event.samples_per_s,
-        **{f"end/{name}": value for name, value in (event.scaling or {}).items()},
+        "end/one_worker_per_s": event.scaling.one_worker if event.scaling else None,
+        "end/efficiency": event.scaling.efficiency if event.scaling else None,
     }

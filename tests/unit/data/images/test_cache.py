@@ -17,7 +17,7 @@ ROW = 8 + 3 * SIDE**2
 
 
 def demand(num_samples=10, limit=None, fraction=1.0):
-    return Demand(SIDE, num_samples, fraction, limit)
+    return Demand((SIDE, SIDE, 3), num_samples, fraction, limit)
 
 
 def images(count):
@@ -134,7 +134,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from stretto.data.images.cache import Demand, open_in_folder
-cache = open_in_folder(Path(sys.argv[1]), "train", "1", Demand(8, 10, 1.0, None))
+cache = open_in_folder(Path(sys.argv[1]), "train", "1", Demand((8, 8, 3), 10, 1.0, None))
 print("open", flush=True)
 sys.stdin.read()
 """

@@ -9,6 +9,7 @@ from PIL import Image
 
 from stretto.data.images.decoder import (
     BAD,
+    EXTENT,
     PIXELS,
     REPLY,
     REQUEST,
@@ -16,6 +17,7 @@ from stretto.data.images.decoder import (
     BadImageError,
     UnreadImageError,
     decode,
+    fitted,
     serve,
 )
 from tests.unit.data.images.pictures import CORRUPT, encoded, huge_png, jpeg, noise
@@ -71,6 +73,38 @@ def test_a_large_jpeg_is_not_decoded_in_full(decoded, monkeypatch):
     monkeypatch.setattr(Image.Image, "resize", noted)
     decoded(content, side=40)
     assert sizes == [(250, 188)]  # an eighth
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "expected"),
+    [
+        ((500, 375), 384**2, (443, 332)),
+        ((375, 500), 384**2, (332, 443)),
+        ((120, 90), 384**2, (120, 90)),
+        ((384, 384), 384**2, (384, 384)),
+        ((10_000, 1), 100, (100, 1)),
+        ((2, 10_000), 100, (1, 100)),
+    ],
+)
+def test_a_whole_image_is_shrunk_in_its_proportions_and_never_enlarged(size, most, expected):
+    assert fitted(*size, most) == expected
+
+
+def test_a_whole_image_that_is_small_enough_keeps_its_pixels(tmp_path):
+    image = noise(17, 11)
+    (tmp_path / "some.png").write_bytes(encoded(image, "PNG"))
+    content = decode(os.fsencode(tmp_path / "some.png"), 16, MANY, whole=True)
+    assert content == EXTENT.pack(17, 11) + np.asarray(image).tobytes()
+
+
+def test_a_whole_image_that_is_too_large_shows_all_of_itself(tmp_path):
+    gradient = Image.linear_gradient("L").resize((2000, 1000)).convert("RGB")
+    (tmp_path / "some.jpg").write_bytes(encoded(gradient, "JPEG", quality=95))
+    content = decode(os.fsencode(tmp_path / "some.jpg"), 40, MANY, whole=True)
+    assert EXTENT.unpack_from(content) == (56, 28)
+    pixels = np.frombuffer(content, np.uint8, offset=EXTENT.size).reshape(28, 56, 3)
+    expected = np.asarray(gradient.resize((56, 28)), dtype=int)
+    assert np.abs(pixels - expected).max() <= 4
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"])

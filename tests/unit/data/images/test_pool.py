@@ -14,6 +14,7 @@ import pytest
 
 from stretto.data.images import pool as module
 from stretto.data.images import process
+from stretto.data.images.form import Form
 from stretto.data.images.pool import Failure, Pool
 from stretto.errors import StrettoError
 from tests.unit.data.images.deaths import ask_when_ready, kill_when_asked
@@ -25,7 +26,7 @@ SIDE = 16
 
 @pytest.fixture
 def pool():
-    with closing(Pool(2, side=SIDE, max_pixels=10**8)) as pool:
+    with closing(Pool(2, form=Form(SIDE), max_pixels=10**8)) as pool:
         yield pool
 
 
@@ -93,7 +94,7 @@ def test_one_decoder_and_large_images_do_not_lock_each_other_up(tmp_path):
     # Replies of 3 MB and requests of 4 KB: both are more than a pipe of 64 KB holds at once.
     deep = tmp_path.joinpath(*["d" * 200] * 18)
     files = paths(deep, [encoded(noise(1200, 1000, seed), "JPEG") for seed in range(2)]) * 20
-    with closing(Pool(1, side=1000, max_pixels=10**8)) as pool:
+    with closing(Pool(1, form=Form(1000), max_pixels=10**8)) as pool:
         answers = pool.decode(files)
     assert {len(answer) for answer in answers} == {3 * 1000**2}
 
@@ -102,7 +103,7 @@ def test_requests_that_do_not_fit_into_the_pipe_wait_without_blocking(tmp_path, 
     monkeypatch.setattr(module, "_AHEAD", 1000)
     deep = tmp_path.joinpath(*["d" * 200] * 18)
     files = paths(deep, [jpeg()]) * 200
-    with closing(Pool(1, side=200, max_pixels=10**8)) as pool:
+    with closing(Pool(1, form=Form(200), max_pixels=10**8)) as pool:
         assert {red(answer, 200) // 16 for answer in pool.decode(files)} == {0}
 
 
@@ -126,7 +127,7 @@ def test_a_decoder_killed_at_work_is_replaced_and_nothing_is_lost(tmp_path, pool
 
 def test_a_file_that_kills_two_decoders_fails_for_now_and_the_others_do_not(tmp_path, monkeypatch):
     files = paths(tmp_path, [jpeg(i) for i in range(12)])
-    with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
+    with closing(Pool(1, form=Form(SIDE), max_pixels=10**8)) as pool:
         pool.decode(files)
         # One at a time, so that the file it dies of is the one it was asked for.
         monkeypatch.setattr(module, "_AHEAD", 1)
@@ -141,7 +142,7 @@ def test_a_file_that_is_never_answered_fails_for_now(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_SILENCE_S", 2.0)
     files = paths(tmp_path, [jpeg(i) for i in range(4)])
     os.mkfifo(tmp_path / "pipe.jpg")  # nobody will ever write to it
-    with closing(Pool(1, side=SIDE, max_pixels=10**8)) as pool:
+    with closing(Pool(1, form=Form(SIDE), max_pixels=10**8)) as pool:
         *good, failed = pool.decode([*files, os.fsencode(tmp_path / "pipe.jpg")])
     assert failed == Failure("killed the decoder twice (no answer for 2 s)", is_lasting=False)
     assert [red(a) // 16 for a in good] == list(range(4))
@@ -203,7 +204,7 @@ def test_signals_of_a_job_do_not_end_a_decoder(tmp_path, pool):
 
 def test_a_signal_does_not_even_end_a_decoder_that_has_just_begun(tmp_path, pool):
     pool._spawner.submit(int).result()
-    decoder = pool._spawner.submit(process.Decoder, SIDE, 10**8).result()
+    decoder = pool._spawner.submit(process.Decoder, Form(SIDE), 10**8).result()
     os.kill(decoder.pid, signal.SIGTERM)
     pool._decoders.append(decoder)
     pool.decode(paths(tmp_path, [jpeg()]))
@@ -225,7 +226,7 @@ def test_a_thread_that_asked_may_end_without_its_decoders(tmp_path, pool):
 def test_no_process_and_no_thread_is_left_after_closing(tmp_path):
     import threading
 
-    pool = Pool(2, side=SIDE, max_pixels=10**8)
+    pool = Pool(2, form=Form(SIDE), max_pixels=10**8)
     pool.decode(paths(tmp_path, [jpeg()] * 8))
     pids = pool.pids
     pool.close()
@@ -235,8 +236,9 @@ def test_no_process_and_no_thread_is_left_after_closing(tmp_path):
 
 PARENT = """
 import sys
+from stretto.data.images.form import Form
 from stretto.data.images.pool import Pool
-pool = Pool(2, side=16, max_pixels=10**8)
+pool = Pool(2, form=Form(16), max_pixels=10**8)
 pool.decode([b""] * 8)
 print(*pool.pids, flush=True)
 sys.stdin.read()

@@ -11,12 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from stretto.data import Account, Images, ImagesConfig, Place, Skipped
 from stretto.data.images import pool as pool_module
 from stretto.errors import ConfigError
 from tests.unit.data.images.deaths import ask_when_ready, kill_when_asked
-from tests.unit.data.images.pictures import CORRUPT, PLAIN, alone, data_folder, fill, numbers
+from tests.unit.data.images.pictures import (
+    CORRUPT,
+    PLAIN,
+    alone,
+    data_folder,
+    encoded,
+    fill,
+    noise,
+    numbers,
+)
 
 pytestmark = pytest.mark.multi
 ALL = np.arange(12)
@@ -90,6 +100,35 @@ def test_a_sample_from_the_cache_has_the_bits_of_a_decoded_one(images):
     first, again = source.batch(ALL, 1)[0], source.batch(ALL, 1)[0]
     assert source.take_account() == Account(decoded=12, cached=12)
     assert torch.equal(first, again)
+
+
+def test_area_crops_have_the_same_bits_decoded_or_cached_by_one_thread_or_several(tmp_path):
+    sizes = [(24, 20), (40, 30), (9, 31), (64, 64)]
+    files = {f"train/a/{i}.png": encoded(noise(*s, i), "PNG") for i, s in enumerate(sizes)}
+    root = fill(tmp_path, files | {"test/a/0.png": files["train/a/1.png"]})
+    shown = []
+    for decoders in (1, 3):
+        settings = config(root, augment="area_crop", decoders=decoders, cache="file")
+        with closing(Images(settings, train=True)) as source:
+            shown.append(source.batch(np.arange(4), 2)[0])
+            source.start(alone())
+            shown += [source.batch(np.arange(4), 2)[0] for _ in range(2)]
+        assert source.take_account() == Account(
+            decoded=4 + 4 * (decoders == 1), cached=4 + 4 * (decoders > 1)
+        )
+    assert all(torch.equal(one, shown[0]) for one in shown)
+    assert not any("crops" in thread.name for thread in threading.enumerate())
+
+
+def test_evaluation_after_area_crops_takes_the_centre_of_the_shorter_side_at_8_by_7(tmp_path):
+    image = noise(60, 40)
+    content = encoded(image, "PNG")
+    root = fill(tmp_path, {"train/a/0.png": content, "test/a/0.png": content})
+    with closing(Images(config(root, size=28, augment="area_crop"), train=False)) as source:
+        (shown,), _ = source.batch(np.arange(1))
+    scaled = image.resize((32, 32), Image.Resampling.BILINEAR, box=(10, 0, 50, 40))
+    expected = torch.from_numpy(np.array(scaled)[2:30, 2:30]).permute(2, 0, 1) / 255
+    torch.testing.assert_close(shown, expected)
 
 
 def test_epochs_show_different_crops_and_the_same_classes(images):

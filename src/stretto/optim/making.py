@@ -1,0 +1,81 @@
+"""From an ``[optim]`` table to the optimizer, once the parameters are known."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from stretto.optim.adam import Adam, AdamW
+from stretto.optim.configs import (
+    AdamConfig,
+    AdamWConfig,
+    AnyOptim,
+    LAMBConfig,
+    LARSConfig,
+    SGDConfig,
+    momentum_of,
+)
+from stretto.optim.groups import split
+from stretto.optim.lamb import LAMB
+from stretto.optim.lars import LARS
+from stretto.optim.norms import Norms, own_norms
+from stretto.optim.ratios import Trust
+from stretto.optim.rules import Moments
+from stretto.optim.sgd import SGD, Parameters
+
+
+def make_optimizer(
+    config: AnyOptim,
+    model: nn.Module | None = None,
+    *,
+    norms: Norms = own_norms,
+    peak_lr: float | None = None,
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """Return what builds the optimizer of ``config`` from all or some of the model's parameters.
+
+    Args:
+        config: The table; its schedule is `stretto.optim.derive`'s.
+        model: Says which parameters belong to norms; without it, those of one dimension do.
+        norms: Given to LARS and LAMB.
+        peak_lr: The derived rate, `Derived.lr`; that of the table when not given.
+    """
+    peak = config.lr if peak_lr is None else peak_lr
+
+    def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        mine = list(parameters)
+        groups = [{"params": mine}] if config.decay_all else split(mine, model)
+        return _build(config, groups, peak, norms)
+
+    return build
+
+
+def _build(
+    config: AnyOptim, groups: Parameters, peak_lr: float, norms: Norms
+) -> torch.optim.Optimizer:
+    decay = config.weight_decay
+    match config:
+        case SGDConfig():
+            return SGD(groups, peak_lr, momentum=momentum_of(config), weight_decay=decay)
+        case LARSConfig():
+            trust = Trust(config.trust, config.eps, config.ratio_decay, peak_lr)
+            momentum = momentum_of(config)
+            return LARS(
+                groups, peak_lr, momentum=momentum, trust=trust, weight_decay=decay, norms=norms
+            )
+        case LAMBConfig():
+            return LAMB(
+                groups,
+                peak_lr,
+                moments=_moments(config),
+                weight_decay=decay,
+                norm_limit=config.norm_limit,
+                norms=norms,
+            )
+        case AdamConfig():
+            return Adam(groups, peak_lr, moments=_moments(config), weight_decay=decay)
+        case AdamWConfig():
+            return AdamW(groups, peak_lr, moments=_moments(config), weight_decay=decay)
+
+
+def _moments(config: AdamConfig | AdamWConfig | LAMBConfig) -> Moments:
+    return Moments(config.beta1, config.beta2, config.eps)

@@ -1,0 +1,39 @@
+"""CIFAR-10, the small image task: what a laptop can train in an evening."""
+
+from stretto.recipes.recipe import Recipe
+
+_HE = "He et al. 2016, arXiv:1512.03385, 4.2"
+
+
+def cifar10() -> Recipe:
+    """Return ResNet-18 with the small stem, for a folder of 32 x 32 images in ten classes."""
+    return Recipe(
+        name="cifar10",
+        title="ResNet-18 on CIFAR-10",
+        samples=50_000,
+        tables={
+            "model": {"kind": "resnet", "depth": 18, "stem": "small", "classes": 10},
+            "data": {"kind": "images", "path": "cifar10", "size": 32, "augment": "pad_crop"},
+            "optim": {
+                "kind": "sgd",
+                "lr": 0.1,
+                "reference_batch": 128,
+                "momentum": 0.9,
+                "nesterov": True,
+                "weight_decay": 5e-4,
+                "warmup": "gradual",
+                "warmup_epochs": 1,
+                "decay": "cosine",
+            },
+            "train": {"batch": 128, "epochs": 30},
+        },
+        sources={
+            "optim.lr": f"{_HE}: 0.1 at 128",
+            "optim.momentum": _HE,
+            "optim.weight_decay": "reconstructed: five times that of the paper, as is usual now",
+            "optim.decay": "reconstructed: a shorter run than the paper's 164 epochs",
+            "optim.warmup": "Goyal et al. 2017, arXiv:1706.02677, 2.2",
+            "train.batch": _HE,
+            "train.epochs": "reconstructed: a shorter run than the paper's 164 epochs",
+        },
+    )

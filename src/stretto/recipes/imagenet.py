@@ -1,0 +1,211 @@
+"""Published large-batch runs on ImageNet, each derived from the one before.
+
+Rates are given at the batch they were published for; another ``train.batch`` derives another rate
+by the rule that the recipe names. Point ``data.path`` at a folder of ImageNet to run one.
+"""
+
+from stretto.recipes.recipe import Recipe, derived
+
+TRAINING_IMAGES = 1_281_167
+
+_GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
+_FUJITSU = "Fujitsu's parameter file, MLPerf training v0.6, open division"
+_JIA = "Jia et al. 2018, arXiv:1807.11205"
+_NVIDIA = "NVIDIA's MLPerf training v0.6 run at 59,904 images"
+_CROSSOVER = "Yeo et al. 2020, arXiv:2012.15198"
+
+
+def resnet50_1hour() -> Recipe:
+    """Return the run of 8,192 images: linear scaling, gradual warm-up, plain momentum."""
+    return Recipe(
+        name="resnet50_1hour",
+        title="ResNet-50 on ImageNet in one hour, 256 GPUs, 8,192 images a step, 76.3 %",
+        samples=TRAINING_IMAGES,
+        tables={
+            "model": {
+                "kind": "resnet",
+                "depth": 50,
+                "stem": "imagenet",
+                "classes": 1000,
+                "head_std": 0.01,
+            },
+            "data": {"kind": "images", "path": "imagenet", "augment": "area_crop"},
+            "optim": {
+                "kind": "sgd",
+                "lr": 0.1,
+                "reference_batch": 256,
+                "scaling": "linear",
+                "momentum": 0.9,
+                "nesterov": True,
+                "weight_decay": 1e-4,
+                "warmup": "gradual",
+                "warmup_epochs": 5,
+                "warmup_from": 0.1,
+                "decay": "step",
+                "decay_epochs": [30, 60, 80],
+                "decay_factor": 0.1,
+            },
+            "train": {"batch": 8192, "epochs": 90, "micro_batch": 32},
+        },
+        sources={
+            "optim.lr": f"{_GOYAL}, 2.1 and 5.1",
+            "optim.momentum": f"{_GOYAL}, 5.1",
+            "optim.weight_decay": f"{_GOYAL}, 5.1",
+            "optim.warmup": f"{_GOYAL}, 2.2",
+            "optim.decay": f"{_GOYAL}, 5.1",
+            "train.batch": f"{_GOYAL}, 5.1",
+            "train.epochs": f"{_GOYAL}, 5.1",
+            "train.micro_batch": f"{_GOYAL}, 2.3: batch norm over 32 images, whatever the workers",
+            "model.zero_gamma": f"{_GOYAL}, 5.1",
+            "model.head_std": f"{_GOYAL}, 5.1",
+            "data.area": f"{_GOYAL}, 5.1",
+        },
+    )
+
+
+def resnet50_74s() -> Recipe:
+    """Return the run of 86,016 images: LARS, power 2.2, mixed precision; 81,920 by its rule."""
+    return derived(
+        resnet50_1hour(),
+        "resnet50_74s",
+        "ResNet-50 on ImageNet in 70 s, 2,048 GPUs, 86,016 images a step, 75.98 %; "
+        "at 81,920, derived, the run of 74.7 s",
+        {
+            "model": {"zero_gamma": False, "head_std": None},
+            "data": {"area": [0.05, 0.9], "aspect": [2 / 3, 1.5], "plain_from_epoch": 85},
+            "optim": {
+                "kind": "lars",
+                "lr": 13.0,
+                "reference_batch": 86_016,
+                "scaling": "sqrt",
+                "momentum": 0.96,
+                "weight_decay": 5e-5,
+                "trust": 0.0025,
+                "eps": 1e-9,
+                "order": "inside",
+                "ratio_decay": "peak",
+                "warmup": "gradual",
+                "warmup_epochs": 36,
+                "warmup_from": 0.0,
+                "decay": "poly",
+                "decay_power": 2.2,
+                "decay_length": 52,
+                "decay_floor": 0.0025,
+            },
+            "train": {
+                "batch": 86_016,
+                "micro_batch": 42,
+                "label_smoothing": 0.1,
+                "precision": "fp16",
+            },
+        },
+        {
+            "optim.lr": _FUJITSU,
+            "optim.scaling": "our rule: rates of published LARS runs between 33k and 60k images "
+            "grow as the square root of the batch",
+            "optim.momentum": _FUJITSU,
+            "optim.weight_decay": _FUJITSU,
+            "optim.trust": _FUJITSU,
+            "optim.ratio_decay": _FUJITSU,
+            "optim.warmup": _FUJITSU,
+            "optim.decay": _FUJITSU,
+            "train.batch": _FUJITSU,
+            "train.epochs": _FUJITSU,
+            "train.micro_batch": f"{_FUJITSU}: batch norm over one GPU's 42 images",
+            "train.label_smoothing": _FUJITSU,
+            "train.precision": _FUJITSU,
+            "model.zero_gamma": _FUJITSU,
+            "model.head_std": _FUJITSU,
+            "data.area": _FUJITSU,
+            "data.plain_from_epoch": _FUJITSU,
+        },
+    )
+
+
+def resnet50_4min() -> Recipe:
+    """Return the run of 65,536 images in 6.6 minutes; its rate is reconstructed."""
+    no_rate = f"reconstructed: the paper prints none; {_NVIDIA}"
+    return derived(
+        resnet50_74s(),
+        "resnet50_4min",
+        "ResNet-50 on ImageNet in 6.6 min, 2,048 GPUs, 65,536 images a step, 75.8 %",
+        {
+            "model": {"zero_gamma": True},
+            "data": {"area": [0.08, 1.0], "aspect": [3 / 4, 4 / 3], "plain_from_epoch": None},
+            "optim": {
+                "lr": 40.7,
+                "reference_batch": 59_904,
+                "momentum": 0.9,
+                "weight_decay": 2e-4,
+                "trust": 0.001,
+                "eps": 1e-9,
+                "ratio_decay": "plain",
+                "warmup_epochs": 33,
+                "decay_power": 2.0,
+                "decay_length": None,
+                "decay_floor": 0.0,
+            },
+            "train": {"batch": 65_536, "micro_batch": 32, "label_smoothing": 0.0},
+        },
+        {
+            "optim.lr": no_rate,
+            "optim.momentum": no_rate,
+            "optim.weight_decay": f"on weights alone: {_JIA}, 4.1; its size {no_rate}",
+            "optim.trust": no_rate,
+            "optim.ratio_decay": "You et al. 2017, arXiv:1708.03888",
+            "optim.warmup": no_rate,
+            "optim.decay": no_rate,
+            "train.batch": _JIA,
+            "train.epochs": _JIA,
+            "train.micro_batch": f"{_JIA}: 32 images on each of 2,048 GPUs",
+            "train.precision": f"{_JIA}, 3.1",
+            "train.label_smoothing": "reconstructed: the paper names none",
+            "model.zero_gamma": "reconstructed: the paper does not say",
+            "data.area": "reconstructed: the usual crops",
+        },
+    )
+
+
+def alexnet_4min() -> Recipe:
+    """Return AlexNet with the added norm, 65,536 images; its rate is reconstructed."""
+    return derived(
+        resnet50_4min(),
+        "alexnet_4min",
+        "AlexNet on ImageNet in 4 min, 1,024 GPUs, 65,536 images a step, 58.7 %",
+        {
+            "model": {"kind": "alexnet", "classes": 1000, "norm": "pool5"},
+            "optim": {"weight_decay": 5e-4},
+            "train": {"epochs": 95, "micro_batch": 64},
+        },
+        {
+            "model.norm": f"{_JIA}, 4.1: a batch norm after pool5",
+            "optim.weight_decay": f"on weights alone: {_JIA}, 4.1; its size reconstructed: "
+            "AlexNet's own",
+            "train.epochs": _JIA,
+            "train.micro_batch": f"{_JIA}: 64 images on each of 1,024 GPUs",
+        },
+    )
+
+
+def crossover_86k() -> Recipe:
+    """Return the all-reduce half of a comparison of gossip with all-reduce at 86,016 images."""
+    code = f"{_CROSSOVER}, published code"
+    return derived(
+        resnet50_74s(),
+        "crossover_86k",
+        "ResNet-50 on ImageNet, 86,016 images a step by accumulation on 8 GPUs, all-reduce",
+        {
+            "data": {"plain_from_epoch": None},
+            "optim": {"lr": 9.0, "ratio_decay": "plain"},
+            # Mass 0.1 on the 999 wrong classes is 0.1 x 1000 / 999 on all of them.
+            "train": {"micro_batch": 256, "label_smoothing": 0.1 * 1000 / 999},
+        },
+        {
+            "optim.lr": f"{code}: 9 for all-reduce",
+            "optim.ratio_decay": f"{code}; its decay was scheduled twice, ours is once",
+            "train.batch": f"{code}: 8 GPUs x 256 images x 42",
+            "train.micro_batch": code,
+            "train.label_smoothing": f"{code}: 0.1 on the wrong classes",
+            "data.plain_from_epoch": f"{code}: none",
+        },
+    )

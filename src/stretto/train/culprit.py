@@ -1,0 +1,89 @@
+"""Where a number that is none first appears: the layer, found by running forward once more.
+
+Only the rank whose loss was not finite can tell, and all ranks are told the same words.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from stretto.comm.buckets import order_of_backward
+from stretto.comm.small import gather_text
+from stretto.data.loader import LoadedShare
+from stretto.model.loss import per_sample_loss
+from stretto.train.parts import Parts
+from stretto.train.state import first_not_finite
+from stretto.train.step import forward, micro_batches, seed_randomness
+
+
+def name_culprit(parts: Parts, step: int, batch: LoadedShare, *, mine: bool) -> str:
+    """Return who met what where, in the same words on every rank; all ranks call this together.
+
+    ``mine`` says that this rank's own loss was not finite; if no rank's was, gradients are.
+    """
+    found = find_in_forward(parts, step, batch) if mine else ""
+    told = [json.loads(text) for text in gather_text(json.dumps(found), parts.channel)]
+    blamed = [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]
+    if not blamed:
+        # Summed gradients are equal on all ranks; rank 0's words are taken all the same.
+        sums = gather_text(json.dumps(find_in_gradients(parts.model)), parts.channel)
+        return str(json.loads(sums[0]))
+    more = f" ({len(blamed)} ranks in all)" if len(blamed) > 1 else ""
+    return blamed[0] + more
+
+
+def find_in_gradients(model: nn.Module) -> str:
+    """Return the parameter whose gradient is the first, as backward goes, that is not finite."""
+    for name, parameter in order_of_backward(model):
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            return f"losses are finite, the gradient of {name} is not"
+    return "losses are finite, and so is every gradient by now"
+
+
+@torch.no_grad()
+def find_in_forward(parts: Parts, step: int, batch: LoadedShare) -> str:
+    """Run this rank's forward of ``step`` again, and return where it first leaves the numbers."""
+    if not _is_finite(batch.inputs):
+        return "the samples themselves are not finite"
+    if name := first_not_finite(parts.model):
+        return f"parameter {name} was not finite before forward"
+    for micro, (inputs, targets) in enumerate(micro_batches(parts, batch)):
+        if not len(inputs):
+            continue
+        seed_randomness(parts.seed, step, micro, parts.channel.rank)
+        with _watching(parts.model) as seen:
+            losses = per_sample_loss(forward(parts, inputs), targets)
+        if seen:
+            name, kind = next(iter(seen.items()))
+            return f"layer {name} ({kind}) gives the first output that is not finite"
+        if not _is_finite(losses):
+            return "every layer's output is finite, the loss is not"
+    return "the loss was not finite, but is when it is computed again"
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[Mapping[str, str]]:
+    """Yield the layers, innermost and in the order they ran, with an output that is not finite."""
+    seen: dict[str, str] = {}
+
+    def look(name: str, module: nn.Module, output: object) -> None:
+        tensors = output if isinstance(output, tuple | list) else (output,)
+        if any(isinstance(t, Tensor) and not _is_finite(t) for t in tensors):
+            seen.setdefault(name or "the model itself", type(module).__name__)
+
+    hooks = [
+        module.register_forward_hook(lambda m, _inputs, output, name=name: look(name, m, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

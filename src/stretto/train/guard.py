@@ -1,0 +1,117 @@
+"""The finite guard: no step changes the model unless it is finite, on every rank.
+
+::
+
+    keep          batch statistics, before forward touches them
+    agree         is every rank's loss finite?      (asked when forward ends, hidden by backward)
+                  are the summed gradients?         (only where the strategy leaves them whole)
+    leave_out     name the layer, then as train.not_finite says: stop, skip, roll back
+
+All ranks hear one verdict, so they leave the same steps out and end alike. In fp16 an overflow is
+expected now and then: the scale of the loss is halved, and only that step is left out.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from stretto.data.loader import LoadedShare
+from stretto.errors import StrettoError
+from stretto.strategy import Agreed
+from stretto.telemetry.events import StepLeftOut
+from stretto.train.agreement import Agreement
+from stretto.train.culprit import name_culprit
+from stretto.train.parts import Parts
+from stretto.train.state import first_not_finite, go_back_, save_state
+
+
+class Guard:
+    """Judges steps, and remembers what was left out."""
+
+    def __init__(self, parts: Parts, agreement: Agreement) -> None:
+        self._parts = parts
+        self._agreement = agreement
+        self._buffers = [b for b in parts.model.buffers() if b.numel()]
+        self._kept: list[Tensor] = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._barred: set[int] = set()
+        self._left_out = 0
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Note the buffers: statistics of a batch that is left out must not stay."""
+        for kept, buffer in zip(self._kept, self._buffers, strict=True):
+            kept.copy_(buffer)
+
+    def agree(self, step: int) -> Agreed | None:
+        """Let the strategy make gradients agree; None where the step is to be left out."""
+        sound = self._agreement.sound() and step not in self._barred
+        agreed = self._parts.strategy.after_backward(update=sound)
+        return agreed if sound and self._finite(agreed) else None
+
+    def _finite(self, agreed: Agreed) -> bool:
+        """Say whether the step's gradients are finite on all ranks; unscale them on the way.
+
+        Where they have been used already there is nothing to judge: the next loss will tell.
+        """
+        scale = self._parts.scale
+        if not self._parts.strategy.reads_gradients:
+            return True
+        agreed.divide_(scale.value)
+        finite = self._agreement.all_agree(math.isfinite(float(agreed.norm())))
+        if finite:
+            scale.judge(finite=True)
+        return finite
+
+    def leave_out(self, step: int, batch: LoadedShare) -> int | None:
+        """Undo what ``step`` left behind; return the step to go on with, if that is another one.
+
+        Raises:
+            StrettoError: The run's policy, or its patience, says that it ends here.
+        """
+        if step in self._barred:
+            self._undo()
+            return None
+        scale, config = self._parts.scale, self._parts.config
+        if scale.may_fall:
+            before = scale.value
+            scale.judge(finite=False)
+            self._undo()
+            self._tell(step, f"overflow at a loss scale of {before:g}, now {scale.value:g}")
+            return None
+        words = name_culprit(self._parts, step, batch, mine=self._agreement.mine_is_not_finite)
+        self._undo()
+        self._left_out += 1
+        if config.not_finite == "stop" or self._left_out > config.not_finite_limit:
+            self._stop(step, words)
+        if config.not_finite == "skip":
+            self._tell(step, f"{words}; the step is left out")
+            return None
+        back = go_back_(self._parts)
+        if back is None:
+            self._stop(step, f"{words}; there is no checkpoint to go back to")
+        self._barred.add(step)
+        self._tell(step, f"{words}; back to the checkpoint of step {back}, to leave it out then")
+        return back
+
+    def _stop(self, step: int, words: str) -> None:
+        """End the run, the weights of the step before saved; on all ranks alike."""
+        if self._parts.checkpoints is not None and not first_not_finite(self._parts.model):
+            save_state(self._parts, step)
+        many = f" ({self._left_out} such steps)" if self._left_out > 1 else ""
+        raise StrettoError(
+            f"step {step + 1} is not finite{many}: {words}. The model is as it was before: lower "
+            'optim.lr, lengthen the warm-up, mend the data, or set train.not_finite = "skip"'
+        )
+
+    @torch.no_grad()
+    def _undo(self) -> None:
+        """Drop the step's gradients and statistics, and what a wire that sends later has kept."""
+        self._parts.optimizer.zero_grad(set_to_none=True)
+        for kept, buffer in zip(self._kept, self._buffers, strict=True):
+            buffer.copy_(kept)
+        for tensor in self._parts.strategy.own_state().values():
+            tensor.nan_to_num_(0.0, 0.0, 0.0)
+
+    def _tell(self, step: int, words: str) -> None:
+        self._parts.report(StepLeftOut(step + 1, words))

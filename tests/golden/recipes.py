@@ -1,0 +1,33 @@
+"""What ``stretto recipe`` prints for published runs, held in recipes.txt.
+
+python -m tests.golden.recipes      writes it anew; look at the difference
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+GOLDEN = Path(__file__).with_name("recipes.txt")
+
+SHOWN = {
+    "8,192": ["resnet50_1hour", "--workers", "256"],
+    "86,016": ["resnet50_74s", "--workers", "2048"],
+    "81,920": ["resnet50_74s", "train.batch=81920", "--workers", "2048"],
+    "65,536": ["resnet50_4min", "--workers", "2048"],
+    "65,536, AlexNet": ["alexnet_4min", "--workers", "1024"],
+    "86,016, crossover": ["crossover_86k", "--workers", "8"],
+    "CIFAR-10": ["cifar10", "--workers", "1"],
+}
+"""What is shown, and how it is asked for."""
+
+if __name__ == "__main__":
+    pages = [
+        subprocess.run(
+            [sys.executable, "-m", "stretto", "recipe", *asked],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for asked in SHOWN.values()
+    ]
+    GOLDEN.write_text("\n".join(pages))

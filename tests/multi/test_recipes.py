@@ -1,0 +1,44 @@
+"""Every published run really runs: 4 workers, 2 images each, 3 steps, rates of the full batch."""
+
+import json
+import math
+
+import pytest
+
+from stretto.recipes import RECIPES, find_recipe
+from tests.imagenet import write_imagenet
+from tests.multi.small_run import stretto
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def imagenet(tmp_path_factory):
+    return write_imagenet(tmp_path_factory.mktemp("imagenet"))
+
+
+@pytest.fixture(scope="module")
+def ten_classes(tmp_path_factory):
+    return write_imagenet(tmp_path_factory.mktemp("ten"), classes=10, per_class=8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(name, imagenet, ten_classes, tmp_path):
+    recipe = find_recipe(name)
+    data = ten_classes if name == "cifar10" else imagenet
+    batch = recipe.tables["train"]["batch"]
+    settings = [f"data.path={data}", "train.batch=8", f"optim.for_batch={batch}", "train.steps=3"]
+    settings += ["train.log_every=1", "run.threads=1", "data.decoders=1"]
+    # CPUs compute fp16 eight times as slowly as fp32: here, small models try it (test_guard.py).
+    settings += ["train.precision=fp32"]
+    done = stretto(tmp_path, "train", name, "--workers", "4", *settings, limit_s=200)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs" / name / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    steps = [event for event in events if event["event"] == "step_done"]
+    assert len(steps) == 3
+    assert all(math.isfinite(event["loss"]) for event in steps)
+    (ended,) = (event for event in events if event["event"] == "run_ended")
+    scaling = ended["scaling"]
+    made = scaling["one_worker"] * scaling["workers"] * scaling["efficiency"]
+    assert made == pytest.approx(ended["samples_per_s"], rel=1e-6)

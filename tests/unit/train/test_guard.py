@@ -1,0 +1,149 @@
+"""A step that is not finite on one rank changes nothing on any, and all ranks say the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stretto.checkpoint import load_newest
+from stretto.cluster.world import Mesh, World
+from stretto.comm.local import run_local
+from stretto.config import load
+from stretto.errors import StrettoError
+from stretto.run import RunConfig, assemble, prepare
+from stretto.telemetry.events import StepLeftOut
+from stretto.train.loop import train
+from stretto.train.state import resume_state
+
+SETTINGS = [
+    "data.samples=48",
+    "data.test_samples=8",
+    "data.size=8",
+    "model.width=4",
+    'model.norm="batch"',
+    "train.batch=12",
+    "train.log_every=3",
+    "train.steps=8",
+    "train.save_every=2",
+    "optim.lr=0.01",
+]
+SIZE, BAD_RANK = 3, 1
+NAN = float("nan")
+
+
+class Run:
+    """One training run of ``SIZE`` ranks, some of whose steps go wrong on one rank."""
+
+    def __init__(self, folder, *settings, bad_steps=(), spoil="forward", resume=False):
+        self.loaded = load(RunConfig, None, [*SETTINGS, f"run.folder={folder}", *settings])
+        self.bad_steps, self.spoil, self.resume = bad_steps, spoil, resume
+        self.events, self.models, self.scales = [], [None] * SIZE, [None] * SIZE
+        self.said = run_local(SIZE, self._on_rank)
+
+    def _on_rank(self, channel):
+        parts = self._parts(channel)
+        try:
+            train(parts, resume_state(parts, log=pytest.fail) if self.resume else 0)
+        except StrettoError as failure:
+            return str(failure)
+        finally:
+            parts.strategy.close()
+            self.models[channel.rank] = parts.model
+            self.scales[channel.rank] = parts.scale
+        return ""
+
+    def _parts(self, channel):
+        world = World(channel.rank, Mesh((SIZE,)))
+        report = self.events.append if channel.rank == 0 else lambda _event: None
+        parts = assemble(self.loaded, prepare(self.loaded.config), world, channel, report)
+        now = {"step": -1}
+        rate_at = parts.rate_at
+        if channel.rank == BAD_RANK:
+            _spoil(parts.model, self.spoil, lambda: now["step"] in self.bad_steps)
+        return replace(parts, rate_at=lambda step: now.update(step=step) or rate_at(step))
+
+    @property
+    def left_out(self):
+        return [(e.step, e.reason) for e in self.events if isinstance(e, StepLeftOut)]
+
+    def weights(self, rank=0):
+        return torch.cat([p.detach().flatten() for p in self.models[rank].parameters()])
+
+    def check_whole(self):
+        assert all(torch.equal(self.weights(rank), self.weights()) for rank in range(SIZE))
+        for model in self.models:
+            assert all(bool(torch.isfinite(t).all()) for t in model.state_dict().values())
+
+
+def _spoil(model, where, now):
+    layer = model.blocks[1][0]
+    if where == "forward":
+        layer.register_forward_hook(
+            lambda module, _inputs, output: output * NAN if now() and module.training else None
+        )
+    else:
+        layer.weight.register_hook(lambda grad: grad * float("inf") if now() else grad)
+
+
+def test_by_default_the_run_ends_and_every_rank_names_the_same_layer_and_step(tmp_path):
+    run = Run(tmp_path / "bad", bad_steps=[5])
+    assert len(set(run.said)) == 1
+    assert "step 6 is not finite: rank 1: layer blocks.1.0 (Conv2d)" in run.said[0]
+    run.check_whole()
+    # Nothing is lost: what was saved are five good steps.
+    saved = load_newest(tmp_path / "bad" / "run" / "checkpoints", log=pytest.fail)
+    assert saved.step == 5
+    good = Run(tmp_path / "good", "train.steps=5")
+    assert torch.equal(run.weights(), good.weights())
+
+
+@pytest.mark.parametrize("spoil", ["forward", "backward"])
+def test_a_step_may_be_left_out_by_all(spoil, tmp_path):
+    run = Run(tmp_path, 'train.not_finite="skip"', bad_steps=[5], spoil=spoil)
+    assert run.said == [""] * SIZE
+    run.check_whole()
+    ((step, reason),) = run.left_out
+    assert step == 6
+    where = "rank 1: layer blocks.1.0 (Conv2d)" if spoil == "forward" else "the gradient of "
+    assert where in reason
+
+
+def test_rolled_back_it_leaves_the_step_out_on_its_second_way(tmp_path):
+    skipped = Run(tmp_path / "skip", 'train.not_finite="skip"', bad_steps=[5])
+    rolled = Run(tmp_path / "back", 'train.not_finite="rollback"', bad_steps=[5])
+    assert rolled.said == [""] * SIZE
+    assert "back to the checkpoint of step 4" in rolled.left_out[0][1]
+    # Steps are functions of the step: the way is the same as that of a run that skips.
+    assert torch.equal(rolled.weights(), skipped.weights())
+
+
+def test_without_a_checkpoint_there_is_no_way_back(tmp_path):
+    run = Run(tmp_path, 'train.not_finite="rollback"', bad_steps=[1])
+    assert len(set(run.said)) == 1
+    assert "no checkpoint to go back to" in run.said[0]
+
+
+def test_patience_has_a_limit(tmp_path):
+    limit = ['train.not_finite="skip"', "train.not_finite_limit=2"]
+    run = Run(tmp_path, *limit, bad_steps=range(3, 8))
+    assert [step for step, _ in run.left_out] == [4, 5]
+    assert "step 6 is not finite (3 such steps)" in run.said[0]
+
+
+def test_an_overflow_of_fp16_on_one_rank_leaves_the_step_out_on_all(tmp_path):
+    run = Run(tmp_path / "fp16", 'train.precision="fp16"', bad_steps=[5], spoil="backward")
+    assert run.said == [""] * SIZE
+    assert run.left_out == [(6, "overflow at a loss scale of 65536, now 32768")]
+    assert [scale.value for scale in run.scales] == [32768.0] * SIZE
+    run.check_whole()
+
+
+def test_a_scale_that_is_too_large_falls_until_it_fits_and_is_kept(tmp_path):
+    settings = ['train.precision="fp16"', f"train.loss_scale={2.0**21}"]
+    run = Run(tmp_path, *settings)
+    assert len(run.left_out) >= 2
+    scale = run.scales[0].value
+    assert scale == 2.0**21 / 2 ** len(run.left_out)
+    resumed = Run(tmp_path, *settings, "train.steps=10", resume=True)
+    assert not resumed.left_out
+    assert resumed.scales[0].value == scale
