@@ -1,6 +1,7 @@
 """Prices against measurements: calibrated on 2 x 2 and 4 x 1 ranks, tried on 2 x 4 and 3 x 2.
 
-    python benchmarks/prices.py
+    python benchmarks/prices.py            measures, some 20 minutes
+    python benchmarks/prices.py --again    prices the newest records anew, by the model of today
 
 Every algorithm, whole and in the parts that are priced best, at 8 and 32 MB; 1 MB is reported.
 """
@@ -27,25 +28,40 @@ MEAN, WORST, PICKED = 0.15, 0.30, 1.10
 
 def main() -> int:
     """Calibrate, measure, compare; return 1 when a bound is broken."""
+    again = sys.argv[1:] == ["--again"]
+    if not again:
+        calibrate()
+    description = newest("prices_calibrate_4x1") / "cluster.toml"
+    cluster = load_cluster(description)
     errors: dict[int, list[float]] = {}
     picks: list[float] = []
+    for hosts, per_host in SHAPES:
+        mesh = Mesh((per_host,) * hosts)
+        name = f"prices_{mesh.shape}_{RATE}"
+        if not again:
+            command = [*BENCH, "--cluster", str(description), "--algorithms", "all"]
+            run(name, lab(hosts, per_host, RATE, *command))
+        lines = (newest(name) / "result.jsonl").read_text().splitlines()
+        for size, of_size in by_size([json.loads(line) for line in lines]).items():
+            compared = compare(cluster.with_mesh(mesh), size, of_size)
+            errors.setdefault(size, []).extend(compared.values())
+            picks.append(picked(cluster, mesh, size, of_size)) if size > 1_000_000 else None
+    return verdict(errors, picks)
+
+
+def calibrate() -> None:
+    """Describe the box from small shapes of it, and keep the description with the records."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
         for hosts, per_host in ((2, 2), (4, 1)):
-            calibrate = ["stretto", "calibrate", "--no-table", "--out", str(path)]
-            name = f"prices_calibrate_{hosts}x{per_host}"
-            run(name, lab(hosts, per_host, RATE, *calibrate, "--json"))
-        cluster = load_cluster(path)
-        print(cluster.to_toml())
-        for hosts, per_host in SHAPES:
-            mesh = Mesh((per_host,) * hosts)
-            command = [*BENCH, "--cluster", str(path), "--algorithms", "all"]
-            rows = run(f"prices_{mesh.shape}_{RATE}", lab(hosts, per_host, RATE, *command))
-            for size, of_size in by_size(rows).items():
-                compared = compare(cluster.with_mesh(mesh), size, of_size)
-                errors.setdefault(size, []).extend(compared.values())
-                picks.append(picked(cluster, mesh, size, of_size)) if size > 1_000_000 else None
-    return verdict(errors, picks)
+            command = ["stretto", "calibrate", "--no-table", "--out", str(path), "--json"]
+            run(f"prices_calibrate_{hosts}x{per_host}", lab(hosts, per_host, RATE, *command))
+        (newest("prices_calibrate_4x1") / "cluster.toml").write_text(path.read_text())
+
+
+def newest(name: str) -> Path:
+    """Return the folder of the newest record of that name."""
+    return max(Path(__file__).with_name("records").glob(f"????-??-??_{name}"))
 
 
 def compare(cluster: Cluster, size: int, of_size: dict[str, dict[str, object]]) -> dict[str, float]:

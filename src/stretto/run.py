@@ -99,6 +99,7 @@ def prepare(config: RunConfig) -> Prepared:
         ConfigError: The batch is larger than the data, or the model cannot take its samples.
     """
     check_trackers(config.run.trackers)
+    _check_wire(config)
     config.strategy.description()  # a missing one is named before anything starts
     source = open_source(config.data, train=True)
     if config.train.batch > source.num_samples:
@@ -206,6 +207,16 @@ def derived_for(config: RunConfig, num_samples: int) -> Derived:
         epoch_steps=count_epoch_steps(config.train, num_samples),
         total_steps=count_steps(config.train, num_samples),
     )
+
+
+def _check_wire(config: RunConfig) -> None:
+    """Refuse a wire that keeps gradients from step to step while the scale of the loss moves."""
+    if config.train.precision == "fp16" and config.strategy.wire.startswith("topk"):
+        raise ConfigError(
+            f'strategy.wire = "{config.strategy.wire}" keeps what it has not sent for later steps, '
+            'and train.precision = "fp16" scales gradients anew in them: take precision "bf16", or '
+            "another wire"
+        )
 
 
 def _check_classes(config: RunConfig, source: Source) -> None:

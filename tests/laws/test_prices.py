@@ -30,10 +30,14 @@ COSTLY = Cpu(
 )
 
 
-def cluster(shape, cpu=COSTLY, **more):
+KERNELS = [{}, {"buffered_bytes": 3e5, "queued_bytes": 2e4}]
+"""What the kernel does to messages between hosts: nothing, or as it is in a box."""
+
+
+def cluster(shape, cpu=COSTLY, kernel=KERNELS[0], **more):
     return Cluster(
         ranks_per_host=shape,
-        between=Transport(latency_s=1e-4, bytes_per_s=1e8),
+        between=Transport(latency_s=1e-4, bytes_per_s=1e8, **kernel),
         inside=Transport(latency_s=1e-5, bytes_per_s=1e9),
         cpu=cpu,
         **more,
@@ -45,11 +49,11 @@ def free(shape):
     return cluster(shape, Cpu(cores=64, s_per_byte_added=1e-9))
 
 
-@pytest.mark.parametrize("pool", ["host", "shared"])
+@pytest.mark.parametrize(("pool", "kernel"), zip(["host", "shared"], KERNELS, strict=True))
 @pytest.mark.parametrize("shape", EVEN)
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool):
-    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}))
+def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool, kernel):
+    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}), kernel)
     for parts in (1, 3):
         schedule = ALLREDUCE[name](where.mesh, parts)
         if schedule.period is None and schedule.turn is None:
@@ -81,11 +85,12 @@ def test_rounds_left_out_cost_what_they_cost(name, shape, pool):
     assert price(schedule, 10**8, where).seconds == pytest.approx(expected, rel=TIGHT)
 
 
-@pytest.mark.parametrize("pool", ["host", "shared"])
+@pytest.mark.parametrize(("pool", "kernel"), zip(["host", "shared"], KERNELS, strict=True))
 @pytest.mark.parametrize("shape", [(1,) * 7, (4,), (3, 3, 3), (2,) * 4, (3, 1, 4)])
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool):
-    where = cluster(shape, COSTLY.model_copy(update={"pool": pool}), native_latency_s=1e-3)
+def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool, kernel):
+    cpu = COSTLY.model_copy(update={"pool": pool})
+    where = cluster(shape, cpu, kernel, native_latency_s=1e-3)
     for num_bytes in (40, 4_000, 4_000_000):
         for parts in (1, 3):
             schedule = ALLREDUCE[name](where.mesh, parts)
@@ -98,10 +103,11 @@ def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool):
                 assert least_in_parts(whole, parts, where) <= priced.seconds * (1 + TIGHT)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("shape", [*EVEN, *UNEVEN])
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_both_loops_of_the_engine_agree(name, shape):
-    where = cluster(shape)
+def test_both_loops_of_the_engine_agree(name, shape, kernel):
+    where = cluster(shape, kernel=kernel)
     schedule = ALLREDUCE[name](where.mesh, 2)
     tasks = charge(outline(schedule), 1_000_003, where).tasks
     one, other = run_single(tasks), run_columns(tasks)

@@ -16,6 +16,7 @@ from stretto.data.loader import Prefetch
 from stretto.data.order import step_share
 from stretto.data.source import SelfContained
 from stretto.model.loss import per_sample_loss
+from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
 from stretto.strategy import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
 from stretto.train.agreement import Agreement
@@ -99,13 +100,13 @@ def run_rank(
     wire="own",
     clip_norm=None,
     data=Points,
+    optim=None,
 ):
     """Train as the loop does, and return the parameters by name."""
     strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=200, wire=wire), channel)
     strategy.reads_gradients = clip_norm is not None
-    model, optimizer = strategy.attach(
-        built(make), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)
-    )
+    model = built(make)
+    model, optimizer = strategy.attach(model, making(optim, model))
     parts = Parts(
         config=TrainConfig(
             batch=batch, steps=STEPS, accumulation=accumulation, clip_norm=clip_norm
@@ -133,10 +134,17 @@ def run_rank(
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points):
+def making(optim, model):
+    """Return what builds the optimizer of a config; torch's own where there is none."""
+    if optim is not None:
+        return make_optimizer(optim, model)
+    return lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points, optim=None):
     """Plain PyTorch: whole batches, no strategy, no library of ours but the order of samples."""
     model, source = built(make), data(num_samples)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = making(optim, model)(model.parameters())
     per_epoch = -(-num_samples // batch)
     for step in range(STEPS):
         share = step_share(
@@ -153,7 +161,8 @@ def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points):
         per_sample_loss(model(inputs), targets).mean().backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
         optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -180,6 +189,29 @@ def test_n_ranks_equal_one_rank_with_n_times_the_batch(algorithm, size, make):
         assert_equal_models(models[0], reference)
         for model in models[1:]:
             assert all(torch.equal(model[name], models[0][name]) for name in reference)
+
+
+OPTIMIZERS = [
+    SGDConfig(order="inside", momentum_correction=True, weight_decay=0.01),
+    LARSConfig(trust=0.1, weight_decay=0.01),
+    LAMBConfig(weight_decay=0.01),
+    AdamWConfig(weight_decay=0.01),
+]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.kind)
+def test_ranks_times_micro_batches_equal_the_whole_batch_under_every_optimizer(optim, size):
+    case = {"make": Sometimes, "batch": 12, "num_samples": 45, "optim": optim}
+    reference = on_one_rank(**case)
+    for accumulation in (1, 3):
+        models = run_local(
+            size,
+            lambda channel, a=accumulation: run_rank(
+                channel, algorithm="ring", accumulation=a, **case
+            ),
+        )
+        assert_equal_models(models[-1], reference)
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)

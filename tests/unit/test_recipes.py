@@ -104,6 +104,12 @@ def test_a_batch_of_two_images_each_keeps_the_rate_of_the_full_batch():
     assert derived_for(config, 1000).lr == pytest.approx(3.2)
 
 
+def test_a_folder_of_data_may_be_called_like_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cifar10").mkdir()
+    assert load_run(Path("cifar10"), ["train.epochs=2"]).config.train.epochs == 2
+
+
 def test_a_run_file_may_be_laid_over_a_recipe(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "cifar10"\n[train]\nepochs = 3\n')

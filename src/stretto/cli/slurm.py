@@ -70,7 +70,8 @@ def slurm(
     config = load_run(run, overrides).config
     refuse_taken(config.run_dir, resume)
     again = ["--resume"] if resume else []
-    spec = _job(config, ["train", str(run.resolve()), *overrides, *again], ask)
+    target = str(run.resolve()) if run.is_file() else str(run)
+    spec = _job(config, ["train", target, *overrides, *again], ask)
     file = (config.run_dir / "job.sbatch" if out is None else _checked(out)).absolute()
     _warn_of_missing(ask.container)
     spec.logs.mkdir(parents=True, exist_ok=True)

@@ -95,35 +95,40 @@ class NcclChannel:
         except RuntimeError as failure:
             raise self._lost(failure) from failure
         self.watch(_NATIVE, work.is_completed)
-        return _Queued(work)
+        return _Queued(work, self._lost)
 
     def watch(self, what: str, over: Callable[[], bool]) -> None:
         """End the process, with a name, if it is not over within the time-out."""
         self._watchman.watch(what, over)
 
     def close(self) -> None:
-        """Leave the group; what is queued is finished first."""
-        torch.cuda.synchronize()
-        for group in self._lanes:
-            group.shutdown()
+        """Leave the group; what is queued is finished first, if it can be."""
+        if not self._watchman.endless:
+            torch.cuda.synchronize()
+            for group in self._lanes:
+                group.shutdown()
         self._beside.close()
 
     def _lost(self, failure: RuntimeError) -> ChannelError:
         """Return what NCCL's refusal means; the process will not wait for the GPU any more."""
-        self._watchman.expect_no_end()
+        self._watchman.endless = True
         return ChannelError(f"rank {self.rank}: NCCL gave up: {in_plain_words(str(failure))}")
 
 
 class _Queued:
     """A native sum on its way through NCCL's stream."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, lost: Callable[[RuntimeError], ChannelError]) -> None:
         self._work = work
+        self._lost = lost
         self.finished_s: float | None = None
 
     def wait(self) -> None:
         """Let the current stream wait for the sum; the host goes on."""
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
 
 
 def open_nccl(store: Store, beside: Channel, device: torch.device, timeout_s: float) -> NcclChannel:

@@ -30,17 +30,16 @@ class Watchman:
         self._timeout_s = timeout_s
         self._give_up = give_up
         self._watched: deque[tuple[str, float, Callable[[], bool]]] = deque()
-        self._given_up = self._endless = False
+        self._given_up = False
+        self.endless = False
+        """What is queued will never be over: nobody should wait for it."""
+        self._looking = threading.Lock()
         atexit.register(self._at_exit)
         threading.Thread(target=self._look, name="watchman", daemon=True).start()
 
     def watch(self, what: str, over: Callable[[], bool]) -> None:
         """From now on, ``what`` has the time-out to be ``over``."""
         self._watched.append((what, time.monotonic(), over))
-
-    def expect_no_end(self) -> None:
-        """Leave as soon as the main thread has: what is queued waits for a peer that is gone."""
-        self._endless = True
 
     def _look(self) -> None:
         while not self._given_up:
@@ -52,6 +51,10 @@ class Watchman:
 
     def _trouble(self) -> str:
         """Forget what is over; return what is wrong with the oldest of the rest, if anything."""
+        with self._looking:  # the main thread looks, too, when it ends
+            return self._look_at_oldest()
+
+    def _look_at_oldest(self) -> str:
         while self._watched:
             what, since_s, over = self._watched[0]
             try:
@@ -75,7 +78,7 @@ class Watchman:
         trouble = "" if self._given_up else self._trouble()
         if trouble:
             sys.stderr.write(f"stretto: {trouble}\n")
-        if self._endless:
+        if self.endless:
             # The interpreter would now close NCCL's communicators, which wait for the GPU.
             sys.stdout.flush()
             sys.stderr.flush()

@@ -5,10 +5,10 @@ at once show what it costs the cores, by the processes' own count of core-second
 """
 
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -36,7 +36,7 @@ class Cost:
     buffered_bytes: float
     """The end of a message that its sender need not wait for."""
     queued_bytes: float
-    """What a message under way has standing before a word that leaves the same host."""
+    """What a message under way has standing before a word that leaves the same host; 0 inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def measure_links(channel: Channel, say: Callable[[str], None], device: str = "c
     between = inside = None
     if mesh.hosts > 1:
         say("messages between two hosts")
-        between = bench.cost({0: mesh.on_host(1).start, mesh.on_host(1).start: 0})
+        between = bench.cost_between(0, mesh.on_host(1).start)
     if max(mesh.ranks_per_host) > 1:
         say("messages inside a host")
         inside = bench.cost(_neighbours(mesh))
@@ -125,8 +125,14 @@ class _Bench:
             core_s_per_byte=busy.core_s / (len(pairs) * _LARGE * 6),
             core_s_per_message=min(work.core_s for work in tiny) / (2 * 100),
             buffered_bytes=bytes_per_s * self._ahead_s(first, pairs[first]),
-            queued_bytes=bytes_per_s * self._line_s(first, pairs[first], _LARGE / bytes_per_s),
+            queued_bytes=0.0,
         )
+
+    def cost_between(self, one: int, other: int) -> Cost:
+        """Return the same for two ranks of different hosts, and what their link's queue holds."""
+        cost = self.cost({one: other, other: one})
+        line_s = self._line_s(one, other, _LARGE / cost.bytes_per_s)
+        return replace(cost, queued_bytes=cost.bytes_per_s * line_s)
 
     def _line_s(self, source: int, target: int, large_s: float) -> float:
         """Return how much longer a word takes while its host sends something large elsewhere.
@@ -141,11 +147,11 @@ class _Bench:
         loaded = []
         for _ in range(3):
             meet_all(self._channel)
-            bulk = threading.Thread(target=self._send_some, args=(large, source, target))
-            bulk.start()
-            time.sleep(large_s / 2)
-            loaded.append(self._word_s(source, target))
-            bulk.join()
+            with ThreadPoolExecutor(1) as pool:
+                bulk = pool.submit(self._send_some, large, source, target)
+                time.sleep(large_s / 2)
+                loaded.append(self._word_s(source, target))
+                bulk.result()
         return max(0.0, statistics.median(loaded) - idle_s)
 
     def _send_some(self, large: torch.Tensor, source: int, target: int) -> None:

@@ -145,7 +145,9 @@ def _tell_decay(derived: Derived) -> list[Line]:
 
 def _tell_shrinking(derived: Derived) -> Line:
     config = derived.config
-    apart = "apart from the gradient" if config.kind == "adamw" else "added to the gradient"
+    apart = {"adamw": "apart from the gradient", "lamb": "added to the direction"}.get(
+        config.kind, "added to the gradient"
+    )
     on = "on every parameter" if config.decay_all else "not on biases and norms"
     rule = f"{apart}, {on}; times the rate of the step, once"
     return Line("weight decay", f"{config.weight_decay:g}", rule)

@@ -41,10 +41,10 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
     Raises:
         ConfigError: Listing what is wrong with it, or that there is neither such a file nor recipe.
     """
-    if run.exists() or run.suffix or str(run) not in RECIPES:
-        name = _named_in(run)
-        return load(RunConfig, run, overrides, recipe=_tables(name) if name else None)
-    return load(RunConfig, None, overrides, recipe=_tables(str(run)))
+    if str(run) in RECIPES and not run.is_file():  # a folder of that name may hold its data
+        return load(RunConfig, None, overrides, recipe=_tables(str(run)))
+    name = _named_in(run)
+    return load(RunConfig, run, overrides, recipe=_tables(name) if name else None)
 
 
 def _tables(name: str) -> dict[str, object]:

@@ -50,7 +50,7 @@ def _size(config: RunConfig, num_samples: int, workers: int) -> Sequence[tuple[s
     train = config.train
     share = -(-train.batch // workers)
     steps = steps_per_epoch(num_samples, train.batch)
-    pieces = train.pieces(workers)
+    pieces = train.pieces(share)
     at_once = -(-share // pieces)
     cut = f"{pieces} micro-batches of {at_once}" if pieces > 1 else "at once"
     told = f"{workers} workers, {share} each, {cut}"

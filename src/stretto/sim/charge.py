@@ -104,7 +104,8 @@ def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
     added = summed(messages.target, size * messages.added, len(outline.rounds))
     add_work, add_resource, add_load = places.additions(added, outline.rounds.rank)
     latency = np.where(between, cluster.between.latency_s, cluster.inside.latency_s)
-    earlier, later = edges(messages, outline.rounds)
+    waits = [edges(messages, outline.rounds), _one_by_one(messages, outline.rounds, between)]
+    earlier, later = (np.concatenate(ends) for ends in zip(*waits, strict=True))
     tasks = Tasks(
         np.concatenate([latency, np.zeros(len(outline.rounds))]),
         np.concatenate([work, add_work]),
@@ -118,6 +119,23 @@ def charge(outline: Outline, num_bytes: int, cluster: Cluster) -> Charge:
     if tail.any():
         tasks = _in_two(tasks, tail)
     return Charge(size, source, target, between, tasks, sites, bool(tail.any()))
+
+
+def _one_by_one(
+    messages: Messages, rounds: Rounds, between: NDArray[np.bool_]
+) -> tuple[Ints, Ints]:
+    """Return further waits: lanes of a rank send their first messages to other hosts in turn.
+
+    Their threads are woken one after another. Lanes that began together and shared every link
+    fairly would stay in step for ever and never use its two directions at once; real ones drift.
+    """
+    sent = np.flatnonzero(between)
+    sent = sent[np.lexsort((sent, messages.source[sent]))]  # in program order, rank by rank
+    rank, lane = rounds.rank[messages.source[sent]], rounds.lane[messages.source[sent]]
+    _, first = np.unique(rank * (lane.max(initial=0) + 1) + lane, return_index=True)
+    first = np.sort(first)
+    follows = np.flatnonzero(rank[first][1:] == rank[first][:-1])
+    return sent[first[follows]], sent[first[follows + 1]]
 
 
 def _handed_over(size: Floats, between: NDArray[np.bool_], cluster: Cluster) -> Floats:

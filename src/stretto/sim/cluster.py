@@ -46,8 +46,8 @@ class Transport(Config):
     """The end of a message that the sender has only to hand over: it goes on while that is still
     on its way. What the kernel's socket takes; 0 where sender and receiver end together."""
     queued_bytes: Annotated[float, Field(ge=0)] = 0.0
-    """What a message under way has standing in its link's queue: before another begins, the word
-    that its receiver is ready passes behind all that the receiver's host is sending."""
+    """Between hosts, what a message under way has standing in its link's queue: before another
+    begins, the word that its receiver is ready passes behind all that the receiver's host sends."""
 
 
 class Cpu(Config):

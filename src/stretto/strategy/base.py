@@ -84,7 +84,7 @@ class Strategy(Protocol):
         ...
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return what this rank alone keeps from step to step; the same names on every rank."""
+        """Return copies of what this rank alone keeps from step to step; names as on all ranks."""
         ...
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:

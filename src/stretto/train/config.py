@@ -25,8 +25,9 @@ class TrainConfig(Config):
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches each rank cuts its share of a step into, to save memory."""
     micro_batch: int | None = Field(default=None, ge=1)
-    """Samples of a micro-batch; as many micro-batches as the share needs, instead of
-    ``accumulation``. Batch norm then sees as many samples at any number of ranks."""
+    """Samples of a micro-batch at most; as many micro-batches as the share needs, instead of
+    ``accumulation``. Where it divides the shares, batch norm sees as many samples at any number of
+    ranks."""
     precision: Precision = "fp32"
     """Type of forward and backward; weights and updates are always the model's own. "fp16" scales
     the loss, and leaves out a step that overflows."""
@@ -67,12 +68,23 @@ class TrainConfig(Config):
             )
         return self
 
-    def pieces(self, size: int) -> int:
-        """Return the micro-batches of a step, the same on each of ``size`` ranks."""
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> Self:
+        """Refuse what the chosen words do not read; run files written out hold the defaults."""
+        for key, read_by, is_read in (
+            ("loss_scale", 'precision = "fp16"', self.precision == "fp16"),
+            ("statistics_batches", 'statistics = "reestimate"', self.statistics == "reestimate"),
+            ("not_finite_limit", 'not_finite = "skip" or "rollback"', self.not_finite != "stop"),
+        ):
+            if not is_read and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is read with {read_by} only: set that, or leave {key} out")
+        return self
+
+    def pieces(self, share: int) -> int:
+        """Return the micro-batches that a rank cuts ``share`` samples of a step into."""
         if self.micro_batch is None:
             return self.accumulation
-        share = -(-self.batch // size)
-        return -(-share // self.micro_batch)
+        return max(1, -(-share // self.micro_batch))
 
     @property
     def reads_gradients(self) -> bool:

@@ -34,18 +34,22 @@ class Guard:
         self._agreement = agreement
         self._buffers = [b for b in parts.model.buffers() if b.numel()]
         self._kept: list[Tensor] = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._kept_own: dict[str, Tensor] = {}
+        self._losses_finite = True
         self._barred: set[int] = set()
         self._left_out = 0
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Note the buffers: statistics of a batch that is left out must not stay."""
+        """Note the buffers and what the strategy keeps: of a step left out nothing must stay."""
+        self._kept_own = self._parts.strategy.own_state()
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             kept.copy_(buffer)
 
     def agree(self, step: int) -> Agreed | None:
         """Let the strategy make gradients agree; None where the step is to be left out."""
-        sound = self._agreement.sound() and step not in self._barred
+        self._losses_finite = self._agreement.sound()
+        sound = self._losses_finite and step not in self._barred
         agreed = self._parts.strategy.after_backward(update=sound)
         return agreed if sound and self._finite(agreed) else None
 
@@ -73,7 +77,7 @@ class Guard:
             self._undo()
             return None
         scale, config = self._parts.scale, self._parts.config
-        if scale.may_fall:
+        if scale.may_fall and self._losses_finite:  # losses are judged before they are scaled
             before = scale.value
             scale.judge(finite=False)
             self._undo()
@@ -87,21 +91,26 @@ class Guard:
         if config.not_finite == "skip":
             self._tell(step, f"{words}; the step is left out")
             return None
-        back = go_back_(self._parts)
+        passed_over: list[str] = []
+        back = go_back_(self._parts, log=passed_over.append)
         if back is None:
             self._stop(step, f"{words}; there is no checkpoint to go back to")
         self._barred.add(step)
-        self._tell(step, f"{words}; back to the checkpoint of step {back}, to leave it out then")
+        back_to = f"back to the checkpoint of step {back}, to leave it out then"
+        self._tell(step, "; ".join([words, *passed_over, back_to]))
         return back
 
     def _stop(self, step: int, words: str) -> None:
         """End the run, the weights of the step before saved; on all ranks alike."""
-        if self._parts.checkpoints is not None and not first_not_finite(self._parts.model):
-            save_state(self._parts, step)
         many = f" ({self._left_out} such steps)" if self._left_out > 1 else ""
+        kept = "The model is as it was before"
+        if first_not_finite(self._parts.model):
+            kept = "Its weights were lost in an earlier step: --resume goes back to a checkpoint"
+        elif step and self._parts.checkpoints is not None:
+            save_state(self._parts, step)
         raise StrettoError(
-            f"step {step + 1} is not finite{many}: {words}. The model is as it was before: lower "
-            'optim.lr, lengthen the warm-up, mend the data, or set train.not_finite = "skip"'
+            f"step {step + 1} is not finite{many}: {words}. {kept}; lower optim.lr, lengthen the "
+            'warm-up, mend the data, or set train.not_finite = "skip"'
         )
 
     @torch.no_grad()
@@ -110,8 +119,7 @@ class Guard:
         self._parts.optimizer.zero_grad(set_to_none=True)
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             buffer.copy_(kept)
-        for tensor in self._parts.strategy.own_state().values():
-            tensor.nan_to_num_(0.0, 0.0, 0.0)
+        self._parts.strategy.load_own_state(self._kept_own)
 
     def _tell(self, step: int, words: str) -> None:
         self._parts.report(StepLeftOut(step + 1, words))

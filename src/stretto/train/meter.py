@@ -22,7 +22,7 @@ class Meter:
     def __init__(self, parts: Parts, first_step: int) -> None:
         self._parts = parts
         self._first_step = first_step
-        self._began_s = time.monotonic()
+        self._began_s = self._paced_s = time.monotonic()
         self._trained_s = 0.0
         self._trained_samples = 0
         self._computed_s = 0.0
@@ -82,7 +82,7 @@ class Meter:
             compute_share=max(0.0, 1 - (comm_s + data_s) / step_s),
             comm_share=comm_s / step_s,
             data_share=data_s / step_s,
-            time_left_s=(time.monotonic() - self._began_s) / ran * left,
+            time_left_s=(time.monotonic() - self._paced_s) / ran * left,
         )
         self._last_loss = done.loss
         self._clear()
@@ -102,9 +102,9 @@ class Meter:
         )
 
     def go_back(self, step: int) -> None:
-        """Count on from an earlier step; what was measured stays measured."""
+        """Count on from an earlier step; what was not told of the steps since is dropped."""
         self._done = self._first_step = step
-        self._began_s = time.monotonic()
+        self._paced_s = time.monotonic()
         self._clear()
 
     def _scaling(self) -> Scaling | None:

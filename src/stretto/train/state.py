@@ -92,13 +92,13 @@ def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
     return shared.step
 
 
-def go_back_(parts: Parts) -> int | None:
+def go_back_(parts: Parts, log: Callable[[str], None]) -> int | None:
     """Take up the newest valid checkpoint again; return its step, None where there is none.
 
     The scale of the loss stays what it has become: what it was would overflow again.
     """
     scale = parts.scale.state_dict()
-    step = resume_state(parts, log=lambda _line: None)
+    step = resume_state(parts, log)
     parts.scale.load_state_dict(scale)
     return step or None
 

@@ -60,7 +60,8 @@ def _shares(parts: Parts, done: int) -> Iterator[Share]:
     at the same ones, in the same batches, if it looks at as many.
     """
     num_samples, size = parts.source.num_samples, parts.channel.size
-    length = -(-parts.config.batch // (size * parts.config.pieces(size)))
+    share = -(-parts.config.batch // size)
+    length = -(-share // parts.config.pieces(share))
     for index in range(parts.config.statistics_batches):
         start = (index * size + parts.channel.rank) * length
         positions = np.arange(start, start + length, dtype=np.int64) % num_samples

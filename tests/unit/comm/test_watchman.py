@@ -1,5 +1,7 @@
 """What is queued on a GPU and does not end is named; the GPU is played by functions."""
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -47,3 +49,25 @@ def test_what_ends_in_time_is_forgotten(watchman):
     watchman.watch("ring over 10 x torch.float32", lambda: True)
     assert not watchman.told.wait(0.8)
     assert not watchman._watched
+
+
+LEAVING = """
+import atexit
+from stretto.comm.watchman import Watchman
+atexit.register(print, "communicators are closed")
+watchman = Watchman(0, timeout_s=60.0)
+watchman.watch("ring over 10 x torch.float32", lambda: False)
+watchman.endless = {endless}
+raise SystemExit("lost a peer")
+"""
+
+
+@pytest.mark.parametrize("endless", [True, False])
+def test_a_process_that_lost_a_peer_leaves_without_waiting_for_the_gpu(endless):
+    program = LEAVING.format(endless=endless)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 1
+    assert "lost a peer" in done.stderr
+    assert ("communicators are closed" in done.stdout) == (not endless)

@@ -5,10 +5,7 @@ import pytest
 from stretto.cluster.world import Mesh
 from stretto.comm.algorithms import ALLREDUCE
 from stretto.comm.schedule import Action, Op, Schedule
-from stretto.sim import Cluster, Cpu, Transport, predict, price
-from stretto.sim.charge import charge
-from stretto.sim.engine import run_columns, run_single
-from stretto.sim.outline import outline
+from stretto.sim import Cluster, Transport, predict, price
 
 QUICK = Transport(latency_s=0.5, bytes_per_s=1000.0)
 
@@ -68,13 +65,9 @@ def test_words_that_leave_before_the_bulk_wait_for_nothing():
     assert price(ring, 3000, queued).seconds == pytest.approx(price(ring, 3000, plain).seconds)
 
 
-@pytest.mark.parametrize("word", ["gather-broadcast", "binary-blocks", "double-tree", "torus"])
-@pytest.mark.parametrize("parts", [1, 4])
-def test_both_loops_of_the_engine_agree(word, parts):
-    mesh = Mesh((2, 2, 2))
-    line = Transport(latency_s=1e-4, bytes_per_s=5e7, buffered_bytes=2e5, queued_bytes=1e5)
-    cpu = Cpu(pool="shared", cores=2, s_per_byte_between=1e-9, s_per_byte_added=1e-10)
-    where = Cluster(ranks_per_host=(2, 2, 2), between=line, inside=QUICK, cpu=cpu)
-    tasks = charge(outline(ALLREDUCE[word](mesh, parts)), 4_000_000, where).tasks
-    one, other = run_single(tasks), run_columns(tasks)
-    assert one.end_s == pytest.approx(other.end_s, rel=1e-6)
+def test_lanes_that_could_begin_together_take_turns_and_then_use_both_directions():
+    # Each lane sends 2 s of work there and back. In step they would share both ways: 2 x (1 + 4).
+    there = (send(1), copy(1, after=(0,)), send(1, 1, 2, lane=1), copy(1, 1, 2, lane=1, after=(2,)))
+    back = (copy(0), send(0, after=(0,)), copy(0, 1, 2, lane=1), send(0, 1, 2, lane=1, after=(2,)))
+    made = schedule(there, back, chunks=2)
+    assert price(made, 400, cluster((1, 1))).seconds == pytest.approx(3 + 3 + 3)

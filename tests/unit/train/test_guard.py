@@ -147,3 +147,42 @@ def test_a_scale_that_is_too_large_falls_until_it_fits_and_is_kept(tmp_path):
     resumed = Run(tmp_path, *settings, "train.steps=10", resume=True)
     assert not resumed.left_out
     assert resumed.scales[0].value == scale
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow_in_fp16_either(tmp_path):
+    run = Run(tmp_path, 'train.precision="fp16"', bad_steps=[5])
+    assert len(set(run.said)) == 1
+    assert "step 6 is not finite: rank 1: layer blocks.1.0 (Conv2d)" in run.said[0]
+    assert not run.left_out
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_a_sparse_wire_keeps_is_undone(policy, tmp_path):
+    wire = ["strategy.wire=topk 10%", "strategy.algorithm=ring"]
+    run = Run(tmp_path, f'train.not_finite="{policy}"', *wire, bad_steps=[5])
+    assert run.said == [""] * SIZE
+    assert len(run.left_out) == 1
+    run.check_whole()
+
+
+def test_what_is_saved_when_a_run_stops_can_be_resumed(tmp_path):
+    wire = ["strategy.wire=topk 10%", "strategy.algorithm=ring"]
+    assert "not finite" in Run(tmp_path, *wire, bad_steps=[5]).said[0]
+    resumed = Run(tmp_path, *wire, resume=True)
+    assert resumed.said == [""] * SIZE
+    resumed.check_whole()
+
+
+@pytest.mark.parametrize("bad_step", [0, 4])
+def test_a_run_may_stop_in_its_first_step_and_in_one_that_was_just_saved(bad_step, tmp_path):
+    run = Run(tmp_path, bad_steps=[bad_step])
+    assert f"step {bad_step + 1} is not finite" in run.said[0]
+    folder = tmp_path / "run" / "checkpoints"
+    saved = sorted(path.name for path in folder.glob("step-*"))
+    assert saved == ([] if bad_step == 0 else ["step-00000002", "step-00000004"])
+
+
+def test_a_ragged_last_step_is_cut_by_its_own_samples(tmp_path):
+    # 49 samples in steps of 12: the last has one, which batch norm could not take in two pieces.
+    settings = ["data.samples=51", "train.micro_batch=2", "train.steps=5", "data.size=16"]
+    assert Run(tmp_path, *settings).said == [""] * SIZE
