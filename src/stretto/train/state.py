@@ -118,8 +118,10 @@ def restore_(parts: Parts, state: State) -> None:
     named = dict(parts.model.named_parameters())
     restore_optimizer_(parts.optimizer, named, state.under("optimizer"), state.facts["optimizer"])
     parts.strategy.load_state_dict(state.facts["strategy"])
-    if same_size:
-        parts.strategy.load_own_state(state.under(strategy_of_rank(parts.channel.rank)))
+    kept = state.under(strategy_of_rank(parts.channel.rank)) if same_size else {}
+    if not same_size:  # what was left to send belonged to other ranks
+        kept = {name: torch.zeros_like(t) for name, t in parts.strategy.own_state().items()}
+    parts.strategy.load_own_state(kept)
     parts.watch.load_state_dict(state.facts.get("early_stop", {}))
     parts.scale.load_state_dict(state.facts.get("loss_scale", {}))
 
