@@ -49,7 +49,7 @@ def free(shape):
     return cluster(shape, Cpu(cores=64, s_per_byte_added=1e-9))
 
 
-@pytest.mark.parametrize(("pool", "kernel"), zip(["host", "shared"], KERNELS, strict=True))
+@pytest.mark.parametrize(("pool", "kernel"), [*zip(["host", "shared"], KERNELS, strict=True)])
 @pytest.mark.parametrize("shape", EVEN)
 @pytest.mark.parametrize("name", ALLREDUCE)
 def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool, kernel):
@@ -85,7 +85,7 @@ def test_rounds_left_out_cost_what_they_cost(name, shape, pool):
     assert price(schedule, 10**8, where).seconds == pytest.approx(expected, rel=TIGHT)
 
 
-@pytest.mark.parametrize(("pool", "kernel"), zip(["host", "shared"], KERNELS, strict=True))
+@pytest.mark.parametrize(("pool", "kernel"), [*zip(["host", "shared"], KERNELS, strict=True)])
 @pytest.mark.parametrize("shape", [(1,) * 7, (4,), (3, 3, 3), (2,) * 4, (3, 1, 4)])
 @pytest.mark.parametrize("name", ALLREDUCE)
 def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool, kernel):
