@@ -19,6 +19,7 @@ def export(run: Path, /, *, backbone: Path) -> int:
     from stretto.train.export import export_backbone
     from stretto.units import format_bytes
 
+    sys.path[:0] = [str(Path.cwd())]  # model.target may name a module where we stand
     done = export_backbone(run, backbone, log=_say)
     head = ", ".join(done.head)
     _say(

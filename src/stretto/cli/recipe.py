@@ -64,12 +64,15 @@ def recipe(
 
 
 def _write(loaded: "Loaded[RunConfig]", out: Path) -> int:
-    from stretto.config import to_toml
+    from stretto.config import resolve, to_toml
     from stretto.errors import ConfigError
 
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     if out.exists():
         raise ConfigError(f"--out {out}: there is such a file already; name another")
-    out.write_text(to_toml(loaded), encoding="utf-8")
+    # Without the recipe's name: a line that is deleted in the file must not show through again.
+    out.write_text(to_toml(resolve(loaded, {"recipe": None})), encoding="utf-8")
     print(f"wrote {out}: set data.path in it, then `stretto train {out}`")
     return 0
 

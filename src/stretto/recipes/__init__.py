@@ -41,6 +41,16 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
     Raises:
         ConfigError: Listing what is wrong with it, or that there is neither such a file nor recipe.
     """
+    if any(override.partition("=")[0].strip() == "recipe" for override in overrides):
+        raise ConfigError(
+            "override recipe=...: a recipe lies below the run file, not over it: begin the file "
+            'with recipe = "NAME", or give the name in place of the file'
+        )
+    if not run.suffix and not run.exists() and str(run) not in RECIPES:
+        raise ConfigError(
+            f"there is neither a run file nor a recipe {str(run)!r}"
+            f"{nearest(str(run), list(RECIPES))}; stretto recipe lists the recipes"
+        )
     if str(run) in RECIPES and not run.is_file():  # a folder of that name may hold its data
         return load(RunConfig, None, overrides, recipe=_tables(str(run)))
     name = _named_in(run)

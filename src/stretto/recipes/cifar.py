@@ -29,7 +29,7 @@ def cifar10() -> Recipe:
         },
         sources={
             "optim.lr": f"{_HE}: 0.1 at 128",
-            "optim.momentum": _HE,
+            "optim.momentum": f"{_HE}; Nesterov's form reconstructed",
             "optim.weight_decay": "reconstructed: five times that of the paper, as is usual now",
             "optim.decay": "reconstructed: a shorter run than the paper's 164 epochs",
             "optim.warmup": "Goyal et al. 2017, arXiv:1706.02677, 2.2",

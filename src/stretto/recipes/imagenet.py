@@ -69,7 +69,7 @@ def resnet50_74s() -> Recipe:
         resnet50_1hour(),
         "resnet50_74s",
         "ResNet-50 on ImageNet in 70 s, 2,048 GPUs, 86,016 images a step, 75.98 %; "
-        "at 81,920, derived, the run of 74.7 s",
+        "at 81,920, by our rule, the size of the run of 74.7 s",
         {
             "model": {"zero_gamma": False, "head_std": None},
             "data": {"area": [0.05, 0.9], "aspect": [2 / 3, 1.5], "plain_from_epoch": 85},
@@ -115,7 +115,7 @@ def resnet50_74s() -> Recipe:
             "train.label_smoothing": _FUJITSU,
             "train.precision": _FUJITSU,
             "model.zero_gamma": _FUJITSU,
-            "model.head_std": _FUJITSU,
+            "model.head_std": "reconstructed: the file says nothing of the last layer",
             "data.area": _FUJITSU,
             "data.plain_from_epoch": _FUJITSU,
         },
@@ -124,7 +124,7 @@ def resnet50_74s() -> Recipe:
 
 def resnet50_4min() -> Recipe:
     """Return the run of 65,536 images in 6.6 minutes; its rate is reconstructed."""
-    no_rate = f"reconstructed: the paper prints none; {_NVIDIA}"
+    no_rate = f"reconstructed: the paper prints none; that of {_NVIDIA}"
     return derived(
         resnet50_74s(),
         "resnet50_4min",
@@ -138,7 +138,8 @@ def resnet50_4min() -> Recipe:
                 "momentum": 0.9,
                 "weight_decay": 2e-4,
                 "trust": 0.001,
-                "eps": 1e-9,
+                "eps": 0.0,
+                "momentum_correction": True,
                 "ratio_decay": "plain",
                 "warmup_epochs": 33,
                 "decay_power": 2.0,
@@ -150,7 +151,7 @@ def resnet50_4min() -> Recipe:
         {
             "optim.lr": no_rate,
             "optim.momentum": no_rate,
-            "optim.weight_decay": f"on weights alone: {_JIA}, 4.1; its size {no_rate}",
+            "optim.weight_decay": f"on weights alone: {_JIA}, 4.2; its size {no_rate}",
             "optim.trust": no_rate,
             "optim.ratio_decay": "You et al. 2017, arXiv:1708.03888",
             "optim.warmup": no_rate,
@@ -158,7 +159,7 @@ def resnet50_4min() -> Recipe:
             "train.batch": _JIA,
             "train.epochs": _JIA,
             "train.micro_batch": f"{_JIA}: 32 images on each of 2,048 GPUs",
-            "train.precision": f"{_JIA}, 3.1",
+            "train.precision": f"{_JIA}, 4.1",
             "train.label_smoothing": "reconstructed: the paper names none",
             "model.zero_gamma": "reconstructed: the paper does not say",
             "data.area": "reconstructed: the usual crops",
@@ -178,8 +179,9 @@ def alexnet_4min() -> Recipe:
             "train": {"epochs": 95, "micro_batch": 64},
         },
         {
-            "model.norm": f"{_JIA}, 4.1: a batch norm after pool5",
-            "optim.weight_decay": f"on weights alone: {_JIA}, 4.1; its size reconstructed: "
+            "model.norm": f"{_JIA}, 4.2: a batch norm after pool5",
+            "optim.lr": f"reconstructed: that of a ResNet-50, {_NVIDIA}",
+            "optim.weight_decay": f"on weights alone: {_JIA}, 4.2; its size reconstructed: "
             "AlexNet's own",
             "train.epochs": _JIA,
             "train.micro_batch": f"{_JIA}: 64 images on each of 1,024 GPUs",
@@ -202,6 +204,15 @@ def crossover_86k() -> Recipe:
         },
         {
             "optim.lr": f"{code}: 9 for all-reduce",
+            "optim.momentum": code,
+            "optim.weight_decay": code,
+            "optim.trust": code,
+            "optim.warmup": code,
+            "optim.decay": code,
+            "train.epochs": code,
+            "train.precision": code,
+            "data.area": code,
+            "model.head_std": "reconstructed: He et al.'s normal start, not the code's uniform one",
             "optim.ratio_decay": f"{code}; its decay was scheduled twice, ours is once",
             "train.batch": f"{code}: 8 GPUs x 256 images x 42",
             "train.micro_batch": code,

@@ -5,6 +5,7 @@ over ranks *is* the mean over the global batch, divided once. In a user's own lo
 mean over its local batch, `SampleWeights` multiplies by the local count and divides by the total.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -159,6 +160,7 @@ class AllReduce:
         self._optimizer: Optimizer | None = None
         self._step = 0
         self._counts = True
+        self._updated_s = 0.0
 
     def attach(
         self, model: nn.Module, make_optimizer: MakeOptimizer
@@ -207,8 +209,9 @@ class AllReduce:
         """
         assert self._reducer is not None
         if update and not self.reads_gradients:
+            self._updated_s = 0.0
             self._reducer.finish(self._step, self._update)
-            return Agreed()
+            return Agreed(updated_s=self._updated_s)
         self._reducer.finish(self._step)
         grads = (p.grad for bucket in self._buckets for p in bucket.parameters)
         return Agreed(tuple(grad for grad in grads if grad is not None))
@@ -273,10 +276,12 @@ class AllReduce:
         in parts; others need `reads_gradients`.
         """
         assert self._optimizer is not None
+        began_s = time.monotonic()
         with self._recorder.span("update", "compute", step=self._step):
             self._optimizer.step()
             for parameter in bucket.parameters:
                 parameter.grad = None
+        self._updated_s += time.monotonic() - began_s
 
     def _hook(self, bucket: Bucket, index: int, reducer: Reducer) -> None:
         def gradient_is_there(_parameter: Tensor) -> None:

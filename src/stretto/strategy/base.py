@@ -31,6 +31,8 @@ class Agreed:
     """What all ranks know of the step: its gradients, where `reads_gradients` kept them."""
 
     gradients: tuple[Tensor, ...] = ()
+    updated_s: float = 0.0
+    """How long updates took that were made beside the messages: compute, not communication."""
     _norm: Tensor | None = field(default=None, init=False, repr=False)
 
     def norm(self) -> Tensor:

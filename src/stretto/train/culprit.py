@@ -55,7 +55,8 @@ def find_in_forward(parts: Parts, step: int, batch: LoadedShare) -> str:
             continue
         seed_randomness(parts.seed, step, micro, parts.channel.rank)
         with _watching(parts.model) as seen:
-            losses = per_sample_loss(forward(parts, inputs), targets)
+            smoothing = parts.config.label_smoothing
+            losses = per_sample_loss(forward(parts, inputs), targets, smoothing)
         if seen:
             name, kind = next(iter(seen.items()))
             return f"layer {name} ({kind}) gives the first output that is not finite"

@@ -108,9 +108,12 @@ class Guard:
             kept = "Its weights were lost in an earlier step: --resume goes back to a checkpoint"
         elif step and self._parts.checkpoints is not None:
             save_state(self._parts, step)
+        advice = "lower optim.lr, lengthen the warm-up or mend the data"
+        if self._parts.config.not_finite == "stop":
+            advice += ', or set train.not_finite = "skip"'
         raise StrettoError(
-            f"step {step + 1} is not finite{many}: {words}. {kept}; lower optim.lr, lengthen the "
-            'warm-up, mend the data, or set train.not_finite = "skip"'
+            f"step {step + 1} is not finite{many}: {words}. {kept}; {advice}. If --resume ends the "
+            "same way, weights had diverged before: start from an earlier checkpoint"
         )
 
     @torch.no_grad()

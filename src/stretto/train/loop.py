@@ -50,7 +50,7 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
                 steps.go_back(earlier)
                 meter.go_back(earlier)
                 continue
-            meter.add(loss, settled, counts=agreed is not None)
+            meter.add(loss, settled, agreed)
             is_last = step + 1 == parts.total_steps
             stopped = "" if is_last else settled.stop
             if stopped or parts.is_due(config.log_every, step):
@@ -62,7 +62,8 @@ def train(parts: Parts, first_step: int = 0, agreement: Agreement | None = None)
             stopped = stopped or ("" if is_last else parts.watch.verdict)
             if (stopped or parts.is_due(None, step)) and (read := reading.account(step + 1)):
                 parts.report(read)
-            if parts.checkpoints and (stopped or parts.is_due(config.save_every, step)):
+            is_due = agreed is not None and parts.is_due(config.save_every, step)
+            if parts.checkpoints and (stopped or is_due or is_last):
                 save_state(parts, step + 1)
             if stopped:
                 break

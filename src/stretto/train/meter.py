@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.comm.small import add_up_
 from stretto.data.loader import LoadedShare
+from stretto.strategy import Agreed
 from stretto.telemetry.events import EvalDone, RunEnded, Scaling, StepDone
 from stretto.telemetry.timeline import Span
 from stretto.train.agreement import Settled
@@ -50,13 +51,15 @@ class Meter:
         yield
         self._comm_s += time.monotonic() - start_s
 
-    def add(self, loss: Tensor, settled: Settled, *, counts: bool = True) -> None:
+    def add(self, loss: Tensor, settled: Settled, agreed: Agreed | None) -> None:
         """Add this rank's sum of losses and all ranks' samples; the device is not read yet.
 
-        Of a step that was left out only the time counts.
+        Updates made while gradients were waited for are compute. Of a step that was left out only
+        the time counts.
         """
         self._comm_s += settled.wait_s
-        if counts:
+        if agreed is not None:
+            self._comm_s -= agreed.updated_s
             self._loss = loss if self._loss is None else self._loss + loss
             self._samples += settled.num_samples
 

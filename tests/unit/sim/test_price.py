@@ -58,8 +58,11 @@ def test_a_message_starts_when_both_ends_are_there():
 
 
 def test_lanes_run_beside_each_other_and_share_the_link():
-    lanes = schedule((send(1), send(1, lane=1)), (copy(0), copy(0, lane=1)), chunks=1)
-    assert seconds(lanes, 400, cluster((1, 1))) == pytest.approx(1 + 8)
+    lanes = schedule((send(1),), (copy(0), send(2, lane=1)), (copy(1, lane=1),), chunks=1)
+    assert seconds(lanes, 400, cluster((1, 2))) == pytest.approx(1 + 4)
+    # The first messages of a rank's lanes leave in turn; what follows shares the link.
+    two = schedule((send(1), send(1, lane=1)), (copy(0), copy(0, lane=1)), chunks=1)
+    assert seconds(two, 400, cluster((1, 1))) == pytest.approx(2 * (1 + 4))
 
 
 def test_both_directions_of_a_link_are_used_at_once():

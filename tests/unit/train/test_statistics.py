@@ -32,6 +32,9 @@ class Habit(nn.Module):
         return x
 
 
+REESTIMATED = "train.statistics=reestimate"
+
+
 def network(*more):
     torch.manual_seed(0)
     return nn.Sequential(
@@ -79,8 +82,12 @@ def same(one, other):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_together_find_what_one_rank_finds_in_the_same_batches(size):
-    ranks = on_ranks(size, estimated, "train.statistics_batches=2")
-    same_batches = [f"train.statistics_batches={2 * size}", f"train.accumulation={size}"]
+    ranks = on_ranks(size, estimated, REESTIMATED, "train.statistics_batches=2")
+    same_batches = [
+        REESTIMATED,
+        f"train.statistics_batches={2 * size}",
+        f"train.accumulation={size}",
+    ]
     (alone,) = on_ranks(1, estimated, *same_batches)
     assert all(same(ranks[0], rank) for rank in ranks)
     for name, buffer in alone.items():
@@ -92,7 +99,7 @@ def test_the_first_layer_has_mean_and_variance_of_all_samples_as_if_they_were_on
         samples = np.concatenate([share.samples for share in _shares(parts, 3)])
         return estimated(parts), samples, parts
 
-    results = on_ranks(3, work, "train.statistics_batches=4")
+    results = on_ranks(3, work, REESTIMATED, "train.statistics_batches=4")
     samples = np.concatenate([samples for _, samples, _ in results])
     found, _, parts = results[0]
     assert len(set(samples.tolist())) == 48
