@@ -13,6 +13,7 @@ from torch import nn
 
 from stretto.cluster.world import World
 from stretto.comm.channel import Channel
+from stretto.comm.codecs import parse_wire
 from stretto.config import Config, Loaded, resolve
 from stretto.config.text import dotted
 from stretto.config.tree import DEFAULT, leaves, mark_table
@@ -211,7 +212,7 @@ def derived_for(config: RunConfig, num_samples: int) -> Derived:
 
 def _check_wire(config: RunConfig) -> None:
     """Refuse a wire that keeps gradients from step to step while the scale of the loss moves."""
-    if config.train.precision == "fp16" and config.strategy.wire.startswith("topk"):
+    if config.train.precision == "fp16" and parse_wire(config.strategy.wire).share:
         raise ConfigError(
             f'strategy.wire = "{config.strategy.wire}" keeps what it has not sent for later steps, '
             'and train.precision = "fp16" scales gradients anew in them: take precision "bf16", or '

@@ -46,8 +46,9 @@ def recipe(
             known = make()
             print(f"{known.name:16}{known.title}")
         return 0
-    if workers < 1 or (images is not None and images < 1):
-        raise ConfigError(f"--workers {workers} --images {images}: expected at least 1")
+    for flag, number in (("--workers", workers), ("--images", images)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} {number}: expected at least 1")
     found = find_recipe(name)
     loaded = load_run(Path(name), overrides)
     if out is not None:

@@ -43,18 +43,8 @@ class Adam(LayerOptimizer):
             add_scaled_(layers.weights, directions_of(layers, gradients), -layers.options["lr"])
 
 
-class AdamW(LayerOptimizer):
+class AdamW(Adam):
     """AdamW (arXiv:1711.05101); decay shrinks weights apart from the gradient."""
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        lr: Rate,
-        *,
-        moments: Moments = PUBLISHED_MOMENTS,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, **asdict(moments)})
 
     def update_(self, groups: Sequence[Layers]) -> None:
         """Step each group by itself."""

@@ -173,37 +173,37 @@ class LARSConfig(RateConfig):
         return self
 
 
-class AdamConfig(RateConfig):
+class MomentsConfig(RateConfig):
+    """What Adam and its kin share."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the mean of gradients that a step keeps."""
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """The same of their squares."""
+    eps: float = Field(default=1e-8, ge=0)
+    """Keeps the denominator off 0."""
+
+
+class AdamConfig(MomentsConfig):
     """The ``[optim]`` table whose ``kind`` is ``"adam"``."""
 
     kind: Literal["adam"] = "adam"
-    lr: float = Field(default=1e-3, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, ge=0)
 
 
-class AdamWConfig(RateConfig):
+class AdamWConfig(MomentsConfig):
     """The ``[optim]`` table whose ``kind`` is ``"adamw"``."""
 
     kind: Literal["adamw"] = "adamw"
-    lr: float = Field(default=1e-3, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    eps: float = Field(default=1e-8, ge=0)
 
 
-class LAMBConfig(RateConfig):
+class LAMBConfig(MomentsConfig):
     """The ``[optim]`` table whose ``kind`` is ``"lamb"``."""
 
     kind: Literal["lamb"] = "lamb"
-    lr: float = Field(default=1e-3, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
     eps: float = Field(default=1e-6, ge=0)
+    """Keeps the denominator off 0."""
     norm_limit: float | None = Field(default=None, gt=0)
     """The most that a layer's norm counts in its ratio; no limit when not set."""
 

@@ -12,6 +12,7 @@ from stretto.optim.configs import (
     AnyOptim,
     LAMBConfig,
     LARSConfig,
+    MomentsConfig,
     SGDConfig,
     momentum_of,
 )
@@ -77,5 +78,5 @@ def _build(
             return AdamW(groups, peak_lr, moments=_moments(config), weight_decay=decay)
 
 
-def _moments(config: AdamConfig | AdamWConfig | LAMBConfig) -> Moments:
+def _moments(config: MomentsConfig) -> Moments:
     return Moments(config.beta1, config.beta2, config.eps)

@@ -1,10 +1,10 @@
 """Complete runs, ready made: published ones with their sources, and those we show and time."""
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from stretto.config import Loaded, load
+from stretto.config.read import read_file
 from stretto.config.text import nearest
 from stretto.errors import ConfigError
 from stretto.recipes.cifar import cifar10
@@ -53,21 +53,12 @@ def load_run(run: Path, overrides: Sequence[str] = ()) -> Loaded[RunConfig]:
         )
     if str(run) in RECIPES and not run.is_file():  # a folder of that name may hold its data
         return load(RunConfig, None, overrides, recipe=_tables(str(run)))
-    name = _named_in(run)
-    return load(RunConfig, run, overrides, recipe=_tables(name) if name else None)
+    name = read_file(run).get("recipe")
+    return load(RunConfig, run, overrides, recipe=_tables(name) if isinstance(name, str) else None)
 
 
 def _tables(name: str) -> dict[str, object]:
     return {"recipe": name, "run": {"name": name}, **find_recipe(name).tables}
-
-
-def _named_in(run: Path) -> str | None:
-    """Return the recipe that a run file names; whatever else is wrong with it, `load` says."""
-    try:
-        name = tomllib.loads(run.read_text(encoding="utf-8")).get("recipe")
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
-        return None
-    return name if isinstance(name, str) else None
 
 
 __all__ = ["RECIPES", "Recipe", "find_recipe", "load_run"]

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.config import Loaded
-from stretto.data.order import steps_per_epoch
 from stretto.model import AlexNetConfig, ResNetConfig
 from stretto.recipes.recipe import Recipe
 from stretto.run import RunConfig, derived_for
+from stretto.telemetry.wording import counted
 
 _KEYS = {
     "lr": ("lr", "reference_batch", "scaling", "for_batch"),
@@ -32,70 +33,73 @@ class Told:
     source: str
 
 
+class _Line(NamedTuple):
+    """A line before anybody is asked for its source."""
+
+    keys: tuple[str, ...]
+    """The settings it follows from."""
+    name: str
+    value: str
+    rule: str
+
+
 def tell(recipe: Recipe, loaded: Loaded[RunConfig], num_samples: int, workers: int) -> list[Told]:
     """Return every hyper-parameter of ``loaded``, a run laid over ``recipe``."""
-    config = loaded.config
-    lines = [*_size(config, num_samples, workers)]
-    lines += [
-        (" ".join(f"optim.{key}" for key in _KEYS[line.name]), line.name, line.value, line.rule)
-        for line in derived_for(config, num_samples).lines()
-    ]
-    lines += _rest(config)
+    derived = derived_for(loaded.config, num_samples)
+    lines = _size(loaded.config, derived.epoch_steps, num_samples, workers)
+    for line in derived.lines():
+        keys = tuple(f"optim.{key}" for key in _KEYS[line.name])
+        lines.append(_Line(keys, line.name, line.value, line.rule))
+    lines += _rest(loaded.config)
     return [
-        Told(name, value, rule, _source(recipe, loaded, keys.split()))
-        for keys, name, value, rule in lines
+        Told(line.name, line.value, line.rule, _source(recipe, loaded, line.keys)) for line in lines
     ]
 
 
-def _size(config: RunConfig, num_samples: int, workers: int) -> Sequence[tuple[str, str, str, str]]:
+def _size(config: RunConfig, epoch_steps: int, num_samples: int, workers: int) -> list[_Line]:
     train = config.train
     share = -(-train.batch // workers)
-    steps = steps_per_epoch(num_samples, train.batch)
     pieces = train.pieces(share)
     at_once = -(-share // pieces)
     cut = f"{pieces} micro-batches of {at_once}" if pieces > 1 else "at once"
-    told = f"{workers} workers, {share} each, {cut}"
-    return (
-        ("train.batch", "batch", f"{train.batch}", told),
-        (
-            "train.epochs train.epoch_samples train.steps",
-            "epochs" if train.steps is None else "steps",
-            f"{train.epochs if train.steps is None else train.steps}",
-            f"an epoch has {num_samples} samples, {steps} steps",
-        ),
-        (
-            "train.micro_batch",
+    shared = f"{counted(workers, 'worker')}, {share} each, {cut}"
+    length = "epochs" if train.steps is None else "steps"
+    lasts = train.epochs if train.steps is None else train.steps
+    epoch = f"an epoch has {train.epoch_samples or num_samples} samples, {epoch_steps} steps"
+    return [
+        _Line(("train.batch",), "batch", f"{train.batch}", shared),
+        _Line(("train.epochs", "train.epoch_samples", "train.steps"), length, f"{lasts}", epoch),
+        _Line(
+            ("train.micro_batch",),
             "batch norm",
             f"over {at_once}",
             "samples of one worker at a time",
         ),
-    )
+    ]
 
 
-def _rest(config: RunConfig) -> list[tuple[str, str, str, str]]:
+def _rest(config: RunConfig) -> list[_Line]:
     """Return what is set as it is: nothing of it follows the batch."""
     train, model, data = config.train, config.model, config.data
+    smoothing, precision = f"{train.label_smoothing:g}", train.precision
     rest = [
-        (
-            "train.label_smoothing",
-            "label smoothing",
-            f"{train.label_smoothing:g}",
-            "on all classes",
-        ),
-        ("train.precision", "precision", train.precision, "weights and updates in fp32"),
+        _Line(("train.label_smoothing",), "label smoothing", smoothing, "on all classes"),
+        _Line(("train.precision",), "precision", precision, "weights and updates in fp32"),
     ]
     if isinstance(model, ResNetConfig):
         first = "0" if model.zero_gamma else "1"
-        rest.append(("model.zero_gamma", "last gamma", first, "of each block, at first"))
+        rest.append(_Line(("model.zero_gamma",), "last gamma", first, "of each block, at first"))
     if isinstance(model, AlexNetConfig):
-        rest.append(("model.norm", "norm", model.norm, "a batch norm after the last pooling"))
+        norm = "a batch norm after the last pooling"
+        rest.append(_Line(("model.norm",), "norm", model.norm, norm))
     if data.kind == "images" and data.augment == "area_crop":
         area = f"{data.area[0]:g} to {data.area[1]:g}"
         aspect = f"of the area, aspect {data.aspect[0]:.4g} to {data.aspect[1]:.4g}"
-        rest.append(("data.area data.aspect", "crops", area, aspect))
+        rest.append(_Line(("data.area", "data.aspect"), "crops", area, aspect))
         if data.plain_from_epoch is not None:
-            told = ("the largest square", f"at the centre, from epoch {data.plain_from_epoch} on")
-            rest.append(("data.plain_from_epoch", "late crops", *told))
+            late = f"at the centre, from epoch {data.plain_from_epoch} on"
+            keys = ("data.plain_from_epoch",)
+            rest.append(_Line(keys, "late crops", "the largest square", late))
     return rest
 
 

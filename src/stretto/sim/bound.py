@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.comm.schedule import Action, Op, Schedule, chunk_bounds, rounds
+from stretto.comm.schedule import Action, Schedule, chunk_bounds, rounds
 from stretto.sim.charge import ELEMENT_BYTES
 from stretto.sim.cluster import Cluster
 from stretto.sim.price import Price
@@ -32,13 +32,15 @@ class LeastPrice:
         lanes: dict[int, int] = defaultdict(lambda: len(lanes))
         self._lane = np.array([lanes[batch.lane] for batch in cut], dtype=np.int64)
         rows = [
-            (i, op.start, op.stop, op.peer not in local, op.action is Action.ADD, _sends(op))
+            (i, op.start, op.stop, op.peer not in local, op.action is Action.ADD)
             for i, batch in enumerate(cut)
             for op in batch.ops
         ]
-        table: Ints = np.array(rows, dtype=np.int64).reshape(-1, 6)
+        table: Ints = np.array(rows, dtype=np.int64).reshape(-1, 5)
         self._round, self._start, self._stop = table[:, 0], table[:, 1], table[:, 2]
-        self._between, self._adds, self._sends = (table[:, column] > 0 for column in (3, 4, 5))
+        self._between, self._adds = table[:, 3] > 0, table[:, 4] > 0
+        sends = [op.action is Action.SEND for batch in cut for op in batch.ops]
+        self._sends = np.array(sends, dtype=np.bool_)
 
     def seconds(self, num_bytes: int) -> float:
         """Return what no price of a tensor of ``num_bytes`` is below."""
@@ -68,11 +70,6 @@ class LeastPrice:
             return size, np.ones(len(size), dtype=np.bool_)
         bounds = np.array(chunk_bounds(numel, chunks), dtype=np.int64)
         return np.zeros(len(self._start)), bounds[self._stop] > bounds[self._start]
-
-
-def _sends(op: Op) -> bool:
-    """Say whether the rank is through with ``op`` once its end is handed over."""
-    return op.action is Action.SEND
 
 
 def least_in_parts(whole: Price, parts: int, cluster: Cluster) -> float:

@@ -12,6 +12,7 @@ expected now and then: the scale of the loss is halved, and only that step is le
 """
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class Guard:
         self._tell(step, "; ".join([words, *passed_over, back_to]))
         return back
 
-    def _stop(self, step: int, words: str) -> None:
+    def _stop(self, step: int, words: str) -> NoReturn:
         """End the run, the weights of the step before saved; on all ranks alike."""
         many = f" ({self._left_out} such steps)" if self._left_out > 1 else ""
         kept = "The model is as it was before"
