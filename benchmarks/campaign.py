@@ -1,4 +1,4 @@
-"""The long fault campaigns, each with its record; ``make campaign``."""
+"""The long campaigns, of faults for the most part, each with its record; ``make campaign``."""
 
 import sys
 
@@ -14,6 +14,7 @@ CAMPAIGNS = {
     "launcher_kills": ["python", "-m", "benchmarks.launcher_kills", "--count", "20", "--seed", "7"],
     "rank_stops": ["python", "-m", "benchmarks.rank_stops", "--count", "20", "--seed", "7"],
     "images": ["python", "-m", "benchmarks.images"],
+    "recipes": ["python", "-m", "benchmarks.recipes"],
 }
 
 

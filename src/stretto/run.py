@@ -19,7 +19,7 @@ from stretto.config.text import dotted
 from stretto.config.tree import DEFAULT, leaves, mark_table
 from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
-from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss
+from stretto.model import DRAWING, CNNConfig, ModelConfig, build_model, per_sample_loss
 from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
 from stretto.optim.configs import RateConfig
 from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy, tuned
@@ -245,7 +245,7 @@ def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
     model.eval()
     try:
         # Seeded: a model may draw weights when it first sees data.
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), DRAWING, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(config.run.seed)
             outputs = model(inputs[:_TRIED])
             per_sample_loss(outputs, targets[:_TRIED])

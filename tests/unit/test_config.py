@@ -164,12 +164,65 @@ def test_the_order_of_overrides_of_a_kind_and_its_keys_does_not_matter(read, ord
         ("name=a/b c.txt", "a/b c.txt"),
         ('name="5"', "5"),
         ("name=a=b", "a=b"),
-        ("name=", ""),
+        ('name=""', ""),
         ("name=1\nverbose = true", "1\nverbose = true"),
     ],
 )
 def test_an_override_that_is_not_toml_is_plain_text(override, value):
     assert load(Run, None, [override]).config == Run(name=value)
+
+
+SET = NAMED + "verbose = true\n[train]\nsteps = 4\nlr = 0.2\n"
+SET += (
+    '[strategy]\nkind = "gossip"\nevery = 5\n[backup]\nkind = "sync"\n[algorithms]\nbig = "ring"\n'
+)
+TAKEN_BACK = {
+    "a key": (["train.steps="], {"train": Train(lr=0.2)}),
+    "a key, with blanks": (["train.steps = "], {"train": Train(lr=0.2)}),
+    "a key of a kind": (["strategy.every="], {"strategy": Gossip()}),
+    "a table": (["train="], {"train": Train()}),
+    "a table of a kind": (["strategy="], {"strategy": Sync(bucket=3)}),
+    "a table that is not there by itself": (["backup="], {"backup": None}),
+    "a kind, with what was said for it": (["strategy.kind="], {"strategy": Sync(bucket=3)}),
+    "an entry of a mapping": (["algorithms.big="], {"algorithms": {}}),
+    "what nobody set": (["path=", "algorithms.small=", "layers.1.activation="], {}),
+    "what an override has set": (["train.steps=9", "train.steps="], {"train": Train(lr=0.2)}),
+    "a part of such a table": (["train={steps=9}", "train.steps="], {"train": Train(lr=0.2)}),
+    "before it is set": (["train.steps=", "train.steps=9"], {"train": Train(steps=9, lr=0.2)}),
+    "a table, to begin anew": (
+        ["train=", "strategy=", "strategy.kind=gossip", "train.lr=0.3"],
+        {"train": Train(lr=0.3), "strategy": Gossip()},
+    ),
+    "a key that another kind brings": (
+        ["strategy.bucket=", "strategy.kind=sync"],
+        {"strategy": Sync(bucket=3)},
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "differing"), TAKEN_BACK.values(), ids=TAKEN_BACK)
+def test_an_override_without_a_value_takes_back_what_was_set(read, overrides, differing):
+    assert read(SET, *overrides).config == read(SET).config.model_copy(update=differing)
+
+
+def test_what_is_taken_back_from_file_or_recipe_is_a_default_again(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(NAMED + "[train]\nlr = 0.3\n")
+    recipe = {"train": {"steps": 4, "lr": 0.2}, "strategy": {"kind": "gossip", "every": 5}}
+    loaded = load(Run, file, ["train.lr=", "strategy.every="], recipe=recipe)
+    assert loaded.config == Run(name="x", train=Train(steps=4), strategy=Gossip())
+    assert {loaded.origin[key] for key in ("train.lr", "strategy.every")} == {"default"}
+    assert {loaded.origin[key] for key in ("train.steps", "strategy.kind")} == {"recipe"}
+
+
+def test_what_only_an_override_has_set_leaves_nothing_behind(read):
+    assert read(NAMED, "backup.kind=sync", "backup.kind=").config.backup is None
+
+
+def test_a_kind_taken_back_that_is_the_default_drops_nothing(read):
+    loaded = read(NAMED + '[strategy]\nkind = "sync"\nevery = 5\n', "strategy.kind=")
+    assert loaded.config.strategy == Sync(bucket=3, every=5)
+    assert loaded.origin["strategy.kind"] == "default"
 
 
 def test_the_last_of_two_equal_overrides_wins():

@@ -169,6 +169,19 @@ BAD_OVERRIDES = {
     "item that is not there": ("layers.7.width=1", "layers.7.width = 1: layers is not a table"),
     "wrong type": ("train.steps=ten", 'override: train.steps = "ten": expected a whole number'),
     "text that looks like a number": ("name=5", "to mean text, quote it: name='\"5\"'"),
+    "nothing, without a default": (
+        "name=",
+        "override: name= takes back a key without a default; expected text; to mean empty text, "
+        "quote it: name='\"\"'",
+    ),
+    "nothing for an unknown key": (
+        "train.stesp=",
+        'override: train.stesp = "": unknown key; did you mean "steps"',
+    ),
+    "nothing for an unknown table": ("trian.steps=", 'unknown table "trian"; did you mean "train"'),
+    "nothing through a number": ("train.steps.x=", "train.steps is not a table; expected a whole"),
+    "nothing for an item": ("layers.1=", 'override: layers.1 = "": expected a table; got text'),
+    "nothing for an item that is not there": ("layers.7.width=", "layers is not a table"),
     "unknown kind": ("strategy.kind=gosip", 'override: strategy.kind = "gosip": unknown kind; did'),
 }
 
@@ -180,6 +193,14 @@ def test_a_bad_override_is_answered_in_one_line(tmp_path, override, words):
     message = complaint(file, override)
     assert words in message
     assert "\n" not in message
+
+
+def test_what_an_item_needs_cannot_be_taken_back(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(NAMED + "[[layers]]\nwidth = 1\n")
+    message = complaint(file, "layers.0.width=")
+    words = "layers.0.width= takes back a key without a default; expected a whole number"
+    assert message == f"override: {words}"
 
 
 def test_only_the_shell_is_told_about_quotes(tmp_path):

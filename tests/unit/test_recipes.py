@@ -76,6 +76,17 @@ def test_every_line_that_matters_names_its_source(name):
     assert nameless <= {"batch norm", "label smoothing", "precision", "last gamma"}
 
 
+def test_what_is_taken_back_is_no_longer_the_sources():
+    settings = ["optim.warmup_from=", "optim.lr=", "train.steps=3"]
+    recipe, loaded = find_recipe("resnet50_74s"), load_run(Path("resnet50_74s"), settings)
+    told = {line.name: line for line in tell(recipe, loaded, recipe.samples, 8)}
+    assert loaded.config.optim.warmup_from is None
+    assert told["warm-up"].source.endswith("; warmup_from taken back to its default")
+    assert told["lr"].source == "taken back to its default"
+    assert told["length"].rule.startswith("the run ends in the warm-up of 540 steps")
+    assert told["length"].source == ""
+
+
 def test_the_hour_is_goyals():
     config = load_run(Path("resnet50_1hour")).config
     derived = derived_for(config, 1_281_167)

@@ -18,7 +18,7 @@ def train(run: Path, /, *overrides: str, workers: int | None = None, resume: boo
     run
         The run file (TOML), or the name of a recipe.
     overrides
-        Settings laid over the file, as table.key=value.
+        Settings laid over the file, as table.key=value; table.key= takes one back to its default.
     workers
         Ranks to start here.
     resume

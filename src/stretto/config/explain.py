@@ -1,7 +1,7 @@
 """What the validator found, said in the user's words: where, which key, what was expected."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, time
 
 from pydantic_core import ErrorDetails
@@ -42,14 +42,23 @@ class _Problem:
         return dotted(self.place.path)
 
 
-def explain(model: type[Config], table: Table, errors: Sequence[ErrorDetails], source: str) -> str:
+def explain(
+    model: type[Config],
+    table: Table,
+    errors: Sequence[ErrorDetails],
+    source: str,
+    taken_back: Collection[tuple[str, ...]] = (),
+) -> str:
     """Return one message for all ``errors`` of validating ``table``.
 
-    ``source`` names the origin of what is not there: the file a missing key is missing in.
+    ``source`` names the origin of what is not there: the file a missing key is missing in. Keys
+    that were ``taken_back`` are missing because an override says so.
     """
     by_key: dict[tuple[str, ...], str] = {}
     for error in errors:
         problem = _problem(model, table, error, source)
+        if problem.type == "missing" and problem.place.path in taken_back:
+            problem = replace(problem, where=OVERRIDE)
         # A union reports once for each of its members; the first one speaks for all.
         by_key.setdefault(problem.place.path, printable(_sentence(problem)))
     return listed(list(by_key.values()))
@@ -82,11 +91,21 @@ def _sentence(problem: _Problem) -> str:
     if problem.type == "extra_forbidden":
         return _about_unknown(problem)
     if problem.type == "missing":
-        wanted = expected(problem.place.wanted, problem.place.limits)
-        return f"{problem.where}: {problem.key} is missing; expected {wanted}"
+        return _about_missing(problem)
     if problem.type in _OWN_WORDS or problem.place.wanted is None or not problem.key:
         return f"{_subject(problem)}: {problem.reason}"
     return _about_value(problem)
+
+
+def _about_missing(problem: _Problem) -> str:
+    wanted = expected(problem.place.wanted, problem.place.limits)
+    if problem.where != OVERRIDE:
+        return f"{problem.where}: {problem.key} is missing; expected {wanted}"
+    quoted = f"; to mean empty text, quote it: {problem.key}='\"\"'" if "text" in wanted else ""
+    return (
+        f"{problem.where}: {problem.key}= takes back a key without a default; "
+        f"expected {wanted}{quoted}"
+    )
 
 
 def _about_kind(problem: _Problem) -> str:

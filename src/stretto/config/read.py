@@ -7,6 +7,9 @@ from pathlib import Path
 from stretto.config.text import listed, nearest, printable
 from stretto.errors import ConfigError
 
+TAKEN_BACK = object()
+"""The content of an override with nothing behind its sign: as if nobody had set the key."""
+
 
 def read_file(file: Path) -> dict[str, object]:
     """Return the tables of ``file``, unchecked."""
@@ -61,6 +64,8 @@ def _parse_override(override: str) -> tuple[tuple[str, ...], object]:
         path = parse_key(key.strip())
     except ConfigError as wrong:
         raise ConfigError(f"override {override!r}: {wrong}") from None
+    if not text.strip():
+        return path, TAKEN_BACK
     table = _parse_toml(f"value = {text}")
     # One key, or else the text smuggled in a line of its own: then it is just text.
     return path, table["value"] if table is not None and len(table) == 1 else text

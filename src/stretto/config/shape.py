@@ -104,6 +104,23 @@ def locate(model: type[Config], given: object, location: Sequence[str | int]) ->
     return place
 
 
+def takes(model: type[Config], given: object, path: Sequence[str]) -> bool:
+    """Say whether ``path``, as the user writes it, is a key of a table or mapping in ``given``."""
+    place = Place((), wanted=model)
+    for part in path[:-1]:
+        key = int(part) if isinstance(given, list) and part.isdecimal() else part
+        following = _enter(place, given, key)
+        if following is None:
+            return False
+        place, given = following, _inside(given, key)
+    if not isinstance(given, dict):
+        return False
+    tables = tables_of(place.wanted)
+    chosen = choose(tables, given.get("kind"))
+    known = any(path[-1] in table.model_fields for table in ((chosen,) if chosen else tables))
+    return known or _is_mapping(place.wanted)
+
+
 def expected(annotation: object, limits: Iterable[object] = ()) -> str:
     """Return what ``annotation`` takes, in words."""
     words = [_plain_words(annotation), *_limits_in_words(limits)]

@@ -1,6 +1,6 @@
 """Settings before they are checked: nested tables whose every leaf remembers where it came from."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -93,6 +93,35 @@ def layer_table(below: Table, above: Tree) -> Table:
     whole = layer(below, above)
     assert isinstance(whole, dict), "two tables make a table"
     return whole
+
+
+def without(tree: Tree, path: Sequence[str]) -> Tree:
+    """Return ``tree`` without the key ``path``; the items of a list cannot be taken out."""
+    name, *rest = path
+    if isinstance(tree, list) and rest and name.isdecimal() and int(name) < len(tree):
+        items = list(tree)
+        items[int(name)] = without(items[int(name)], rest)
+        return items
+    if not isinstance(tree, dict) or name not in tree:
+        return tree
+    if not rest:
+        return {key: item for key, item in tree.items() if key != name}
+    return tree | {name: without(tree[name], rest)}
+
+
+def take_back(model: type[Config], table: Table, path: tuple[str, ...]) -> Table:
+    """Return ``table`` as if nobody had set ``path``.
+
+    A table whose kind is another one then starts anew, as it does when its kind is changed.
+    """
+    rest = without(table, path)
+    assert isinstance(rest, dict), "a table without a key is a table"
+    if path[-1] != "kind" or len(path) == 1:
+        return rest
+    before, after = (
+        {p: leaf.content for p, leaf in leaves(t)} for t in (table, complete(model, rest))
+    )
+    return rest if before.get(path) == after.get(path) else take_back(model, table, path[:-1])
 
 
 def complete(model: type[Config], table: Table) -> Table:

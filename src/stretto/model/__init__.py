@@ -23,7 +23,7 @@ AnyModelConfig = (
 ModelConfig = Annotated[AnyModelConfig, Field(discriminator="kind")]
 """The ``[model]`` table of a run file; ``kind`` says which."""
 
-_ONE_AT_A_TIME = threading.Lock()
+DRAWING = threading.Lock()
 """Ranks may be threads of one process, and weights are drawn from its one generator."""
 
 
@@ -32,7 +32,7 @@ def build_model(config: AnyModelConfig, seed: int) -> nn.Module:
 
     The global random number generator is left as it was.
     """
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    with DRAWING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Not torch.manual_seed: that would reseed the generators of accelerators, too.
         torch.default_generator.manual_seed(seed)
         return _construct(config)

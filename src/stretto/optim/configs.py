@@ -48,8 +48,9 @@ class RateConfig(Config):
     warmup_epochs: float | None = Field(default=None, ge=0)
     """The same in epochs."""
     warmup_from: float | None = Field(default=None, ge=0)
-    """Rate of step 0, at most the peak. Gradual: grows to ``lr``, reached in step w; not set, from
-    lr/w on, to ``lr`` in step w-1. Constant: the rate of all w steps; not set, ``lr`` unscaled."""
+    """Rate of step 0. Gradual: grows to ``lr``, reached in step w; not set, from lr/w on, to ``lr``
+    in step w-1. Constant: the rate of all w steps; not set, ``lr`` unscaled. Where a small batch
+    scales the peak below it, the peak; where nothing is scaled, at most ``lr``."""
     decay: Literal["constant", "cosine", "step", "poly"] = "constant"
     """Whether the rate stays, falls along half a cosine, in steps, or as a power."""
     decay_epochs: tuple[float, ...] = ()
@@ -90,6 +91,16 @@ class RateConfig(Config):
                 raise ValueError('warmup = "constant" needs warmup_steps or warmup_epochs')
             if self.warmup_from is not None:
                 raise ValueError("warmup_from needs warmup_steps or warmup_epochs")
+        return self
+
+    @model_validator(mode="after")
+    def _warm_up_does_not_fall(self) -> Self:
+        scaled = self.reference_batch is not None and self.scaling != "none"
+        if not scaled and self.warmup_from is not None and self.warmup_from > self.lr:
+            raise ValueError(
+                f"warmup_from = {self.warmup_from:g} is above lr = {self.lr:g}, and a warm-up does "
+                "not fall: lower warmup_from, or raise lr"
+            )
         return self
 
     @model_validator(mode="after")

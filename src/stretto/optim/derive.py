@@ -30,6 +30,8 @@ class Derived:
     batch: int
     """What the rate was derived for."""
     epoch_steps: int
+    total_steps: int
+    """Length of the run, which may end before its schedule does."""
     warm_up: WarmUp
     decay: Decay
 
@@ -39,7 +41,8 @@ class Derived:
 
     def lines(self) -> tuple[Line, ...]:
         """Return what was derived and by which rule, for people."""
-        told = [_tell_rate(self), _tell_warm_up(self), *_tell_decay(self), _tell_shrinking(self)]
+        told = [_tell_rate(self), _tell_warm_up(self), *_tell_decay(self), *_tell_length(self)]
+        told.append(_tell_shrinking(self))
         if isinstance(self.config, SGDConfig | LARSConfig):
             told.append(_tell_momentum(self.config))
         else:
@@ -76,7 +79,7 @@ def derive(config: AnyOptim, *, batch: int, epoch_steps: int, total_steps: int) 
             f"{decay.points[0]}, inside the warm-up of {warm_up.steps} steps: shorten the warm-up "
             "or decay later"
         )
-    return Derived(config, peak, batch, epoch_steps, warm_up, decay)
+    return Derived(config, peak, batch, epoch_steps, total_steps, warm_up, decay)
 
 
 def _growth(config: AnyOptim, batch: int) -> float:
@@ -93,7 +96,7 @@ def _warm_up(config: AnyOptim, peak: float, epoch_steps: int) -> WarmUp:
     first = config.warmup_from
     if first is None and config.warmup == "constant":
         first = config.lr
-    # A batch far below the reference may put the peak below the rate that warm-up starts from.
+    # A batch far below the reference may scale the peak below the rate that warm-up starts from.
     return WarmUp(config.warmup, steps, None if first is None else min(first, peak))
 
 
@@ -132,15 +135,40 @@ def _tell_decay(derived: Derived) -> list[Line]:
         steps = ", ".join(str(point) for point in decay.points)
         return [Line("decay", f"x {decay.factor:g} at epochs {epochs}", f"from steps {steps} on")]
     curve = f"power {decay.power:g}" if decay.kind == "poly" else "half a cosine"
-    ends = begins + decay.length
+    if derived.config.decay_length is None and derived.total_steps <= begins:
+        return [Line("decay", curve, "never begins: the run ends first")]
     return [
         Line("decay", f"{curve} over {_length(decay.length, derived)}", f"from step {begins} on"),
-        Line(
-            "floor",
-            f"{decay.floor * derived.lr:g}",
-            f"{decay.floor:g} x {derived.lr:g}, held from step {ends} on",
-        ),
+        _tell_floor(derived),
     ]
+
+
+def _tell_floor(derived: Derived) -> Line:
+    decay, ends = derived.decay, derived.warm_up.steps + derived.decay.length
+    if ends < derived.total_steps:
+        when = f"the rate of every step from {ends} on"
+    elif ends == derived.total_steps:
+        when = f"reached as the run ends, after {ends} steps"
+    else:
+        when = "not reached"
+    share = f"{decay.floor:g} x {derived.lr:g}, " if decay.floor else ""
+    return Line("floor", f"{decay.floor * derived.lr:g}", share + when)
+
+
+def _tell_length(derived: Derived) -> list[Line]:
+    """Return a line where the run ends before its schedule does; none where it does not."""
+    total, warm_up, decay = derived.total_steps, derived.warm_up, derived.decay
+    missed = [point for point in decay.points if point >= total]
+    if total < warm_up.steps or (total == warm_up.steps and decay.kind in ("poly", "cosine")):
+        cut = f"in the warm-up of {warm_up.steps} steps"
+    elif missed:
+        cut = f"before the decay from step {missed[0]} on"
+    elif decay.kind in ("poly", "cosine") and total < warm_up.steps + decay.length:
+        cut = f"in the decay, {warm_up.steps + decay.length - total} steps before its end"
+    else:
+        return []
+    rule = f"the run ends {cut}, at a rate of {derived.rate_at(total - 1):g}"
+    return [Line("length", f"{total} steps", rule)]
 
 
 def _tell_shrinking(derived: Derived) -> Line:

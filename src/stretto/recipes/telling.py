@@ -19,8 +19,10 @@ _KEYS = {
     "momentum": ("momentum", "nesterov", "order", "momentum_correction"),
     "betas": ("beta1", "beta2", "eps"),
     "ratio": ("trust", "eps", "ratio_decay", "norm_limit"),
+    "length": (),
 }
-"""Of ``[optim]``, what each derived line follows from; its source is kept under the first."""
+"""Of ``[optim]``, what each derived line follows from; its source is kept under the first. How a
+run is cut off follows from everything, and is nobody's choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +107,33 @@ def _rest(config: RunConfig) -> list[_Line]:
 
 def _source(recipe: Recipe, loaded: Loaded[RunConfig], keys: Sequence[str]) -> str:
     """Return who says so; what somebody has set over the recipe is no longer the source's."""
-    set_by = {key: by for key in keys if (by := _set_by(loaded, key))}
-    if keys[0] in set_by:
-        return f"set by {set_by[keys[0]]}"
+    if not keys:
+        return ""
+    changed = {key: how for key in keys if (how := _changed(recipe, loaded, key))}
+    if keys[0] in changed:
+        return changed[keys[0]]
     source, optim = recipe.sources.get(keys[0], ""), loaded.config.optim
     batch = optim.for_batch or loaded.config.train.batch
     if keys[0] == "optim.lr" and optim.reference_batch not in (None, batch):
-        rule = "" if "optim.scaling" in set_by else recipe.sources.get("optim.scaling", "")
+        rule = "" if "optim.scaling" in changed else recipe.sources.get("optim.scaling", "")
         source = "; ".join(filter(None, [f"derived from {source}", rule]))
     else:
         told = (recipe.sources.get(key, "") for key in keys[1:] if key != "optim.scaling")
         source = "; ".join(dict.fromkeys(filter(None, [source, *told])))
-    mine = [f"{key.rpartition('.')[2]} set by {by}" for key, by in set_by.items()]
+    mine = [f"{key.rpartition('.')[2]} {how}" for key, how in changed.items()]
     return "; ".join(filter(None, [source, *mine]))
 
 
-def _set_by(loaded: Loaded[RunConfig], key: str) -> str:
-    """Return which file or override has set ``key`` over the recipe; empty where none has."""
+def _changed(recipe: Recipe, loaded: Loaded[RunConfig], key: str) -> str:
+    """Return how ``key`` is no longer the recipe's: set by whom, or taken back; empty where it is.
+
+    Another kind of a table takes back all that the recipe said for its own.
+    """
     origin = loaded.origin.get(key, "default")
-    return {"recipe": "", "default": "", "override": "an override"}.get(origin, origin)
+    if origin == "recipe":
+        return ""
+    if origin == "default":
+        table, _, name = key.partition(".")
+        was_set = key in loaded.origin and name in recipe.tables.get(table, {})
+        return "taken back to its default" if was_set else ""
+    return f"set by {'an override' if origin == 'override' else origin}"

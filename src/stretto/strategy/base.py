@@ -33,13 +33,25 @@ class Agreed:
     gradients: tuple[Tensor, ...] = ()
     updated_s: float = 0.0
     """How long updates took that were made beside the messages: compute, not communication."""
+    done: bool = False
+    """Whether updates are made as gradients arrive: there is nothing left to step."""
+    total_norm: Callable[[], Tensor] | None = None
+    """Finds the norm where this rank has only some of the gradients; all ranks together."""
     _norm: Tensor | None = field(default=None, init=False, repr=False)
 
     def norm(self) -> Tensor:
         """Return the norm of all gradients together; not finite where one of them is not."""
         if self._norm is None:
-            self._norm = get_total_norm(self.gradients)
+            self._norm = self.total_norm() if self.total_norm else get_total_norm(self.gradients)
         return self._norm
+
+    def clip_(self, most: float) -> None:
+        """Scale gradients whose norm is larger down to ``most``, all of them together."""
+        norm = self.norm()  # asked by all ranks, also by those without a gradient
+        if self.gradients:
+            factor = (most / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(self.gradients, factor.to(self.gradients[0].device))
+            self._norm = None
 
     def divide_(self, scale: float) -> None:
         """Divide all of them by ``scale``, the factor that a loss was multiplied by."""

@@ -27,7 +27,8 @@ class TrainConfig(Config):
     micro_batch: int | None = Field(default=None, ge=1)
     """Samples of a micro-batch at most; as many micro-batches as the share needs, instead of
     ``accumulation``. Where it divides the shares, batch norm sees as many samples at any number of
-    ranks."""
+    ranks. A share is loaded whole all the same, and the next two beside it: a rank holds
+    3 x share x bytes of a sample."""
     precision: Precision = "fp32"
     """Type of forward and backward; weights and updates are always the model's own. "fp16" scales
     the loss, and leaves out a step that overflows."""

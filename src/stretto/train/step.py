@@ -6,15 +6,19 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from stretto.data.loader import LoadedShare
 from stretto.data.order import Share, step_share
+from stretto.errors import StrettoError
 from stretto.model.loss import per_sample_loss
 from stretto.strategy import Agreed
+from stretto.telemetry.wording import counted
 from stretto.train.agreement import Agreement
 from stretto.train.parts import Parts
 from stretto.train.precision import HALF
+
+_TOO_FEW = "Expected more than 1 value per channel when training"
+"""How torch's batch norm begins to say that it was given a single one."""
 
 
 def shares(parts: Parts, first_step: int) -> Iterator[Share]:
@@ -70,7 +74,12 @@ def micro_batches(parts: Parts, batch: LoadedShare) -> Iterator[tuple[Tensor, Te
 def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) -> Tensor:
     seed_randomness(parts.seed, step, micro, parts.channel.rank)
     with parts.recorder.span("forward", "compute", step=step):
-        outputs = forward(parts, inputs)
+        try:
+            outputs = forward(parts, inputs)
+        except ValueError as wrong:
+            if not str(wrong).startswith(_TOO_FEW):
+                raise
+            raise _too_few_for_batch_norm(parts, step, len(inputs)) from wrong
         return per_sample_loss(outputs, targets, parts.config.label_smoothing).sum()
 
 
@@ -82,11 +91,26 @@ def forward(parts: Parts, inputs: Tensor) -> Tensor:
     return outputs
 
 
+def _too_few_for_batch_norm(parts: Parts, step: int, num_samples: int) -> StrettoError:
+    config, rank, size = parts.config, parts.channel.rank, parts.channel.size
+    left = parts.source.num_samples - step % parts.pass_steps * config.batch
+    if left < config.batch:
+        why = f"The last step of a pass has {left} of {config.batch} samples"
+        advice = "drop them from the data, or change train.batch or the number of workers"
+    else:
+        why = f"Every step has {counted(config.batch, 'sample')}"
+        advice = "take a larger train.batch, larger micro-batches, or fewer workers"
+    return StrettoError(
+        f"step {step + 1}, rank {rank}: batch norm cannot learn from {num_samples} sample at a "
+        f"time: one value has no variance. {why}, for {counted(size, 'worker')}: {advice}"
+    )
+
+
 def update(parts: Parts, step: int, agreed: Agreed) -> None:
     """Apply what gradients the strategy has left, clipped where asked for, and drop them."""
     with parts.recorder.span("update", "compute", step=step):
         if parts.config.clip_norm is not None:
-            clip_grads_with_norm_(parts.model.parameters(), parts.config.clip_norm, agreed.norm())
+            agreed.clip_(parts.config.clip_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
 

@@ -111,6 +111,14 @@ BAD = {
     "two lengths": (["warmup_steps=3", "warmup_epochs=1"], "both tell its length"),
     "a constant of no length": (["warmup=constant"], "needs warmup_steps or warmup_epochs"),
     "a start of no length": (["warmup_from=0.1"], "warmup_from needs warmup_steps or"),
+    "a warm-up that would fall": (
+        ["warmup_steps=3", "lr=0.1", "warmup_from=0.2"],
+        "optim: warmup_from = 0.2 is above lr = 0.1, and a warm-up does not fall: lower",
+    ),
+    "one that would fall, and nothing is scaled": (
+        ["warmup_steps=3", "warmup_from=0.2", "reference_batch=8", "scaling=none"],
+        "warmup_from = 0.2 is above lr = 0.1",
+    ),
     "a rule without a reference": (["scaling=sqrt"], "scaling needs reference_batch"),
     "a batch without a reference": (["for_batch=64"], "for_batch needs reference_batch"),
     "looking ahead along nothing": (
@@ -131,6 +139,12 @@ def test_settings_that_cannot_be_together_are_refused_in_the_users_words(setting
     with pytest.raises(ConfigError) as caught:
         table(*settings)
     assert words in str(caught.value)
+
+
+def test_a_batch_far_below_the_reference_begins_at_its_peak():
+    config = table("warmup_steps=3", "warmup_from=0.2", "reference_batch=256")
+    derived = derive(config, batch=64, epoch_steps=10, total_steps=90)
+    assert [derived.rate_at(step) for step in range(4)] == [0.025] * 4
 
 
 def test_a_table_written_out_with_all_its_defaults_is_read_back(tmp_path):
@@ -248,9 +262,62 @@ def test_the_constants_of_lars_are_told():
     rule = "13 x sqrt(8192 / 8192), square-root scaling (optim.for_batch)"
     assert lines["lr"] == ("13", rule)
     assert lines["decay"][0] == "power 2.2 over 5200 steps (52 epochs)"
-    assert lines["floor"] == ("0.0325", "0.0025 x 13, held from step 5210 on")
+    assert lines["floor"] == ("0.0325", "0.0025 x 13, the rate of every step from 5210 on")
     assert lines["ratio"][0] == "0.0025 |w| / (|g| + 0.00065 |w| + 1e-09)"
     assert "on every parameter" in lines["weight decay"][1]
+
+
+CURVE = {"decay": "poly", "warmup_steps": 20}
+STEPS = {"decay": "step", "decay_epochs": (3.0, 6.0), "warmup_steps": 20}
+LENGTHS = {
+    "whole": (CURVE, 90, "reached as the run ends, after 90 steps", None),
+    "longer": (CURVE | {"decay_length": 4}, 90, "the rate of every step from 60 on", None),
+    "in the decay": (
+        CURVE | {"decay_length": 8, "decay_floor": 0.5},
+        90,
+        "0.5 x 0.1, not reached",
+        "the run ends in the decay, 10 steps before its end, at a rate of 0.0509453",
+    ),
+    "in the warm-up": (
+        CURVE | {"decay_length": 8},
+        3,
+        "not reached",
+        "the run ends in the warm-up of 20 steps, at a rate of 0.015",
+    ),
+    "as decay should begin": (
+        CURVE,
+        20,
+        None,
+        "the run ends in the warm-up of 20 steps, at a rate of 0.1",
+    ),
+    "before a point": (
+        STEPS,
+        60,
+        None,
+        "the run ends before the decay from step 60 on, at a rate of 0.01",
+    ),
+    "after all points": (STEPS, 61, None, None),
+    "with a rate that stays": ({"warmup_steps": 20}, 20, None, None),
+    "with a rate that grows": (
+        {"warmup_steps": 20},
+        19,
+        None,
+        "the run ends in the warm-up of 20 steps, at a rate of 0.095",
+    ),
+}
+
+
+@pytest.mark.parametrize(("keys", "total", "floor", "length"), LENGTHS.values(), ids=LENGTHS)
+def test_a_run_that_ends_before_its_schedule_says_so(keys, total, floor, length):
+    derived = derive(SGDConfig(**keys), batch=1, epoch_steps=10, total_steps=total)
+    rules = {line.name: line.rule for line in derived.lines()}
+    assert (rules.get("floor"), rules.get("length")) == (floor, length)
+
+
+def test_a_decay_that_never_begins_is_not_told_as_one():
+    derived = derive(SGDConfig(**CURVE), batch=1, epoch_steps=10, total_steps=3)
+    rules = {line.name: (line.value, line.rule) for line in derived.lines()}
+    assert rules["decay"] == ("power 2", "never begins: the run ends first")
 
 
 def test_the_rest_is_told_as_well():

@@ -1,0 +1,113 @@
+"""Published runs in fp16, as they are: four workers, two images each, three steps, full rates.
+
+    python -m benchmarks.recipes [NAME ...]
+
+CPUs compute fp16 many times as slowly as fp32, which is why the tests run these recipes in fp32: a
+ResNet-50 takes minutes here. Images are made up. One JSON object a recipe; exit status 1 if a step
+had a loss that is not finite, or was left out for anything but its loss scale. A recipe whose every
+step was left out for its scale passes, with no loss in the record: it has not trained.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from stretto.checkpoint import load_newest
+from stretto.recipes import RECIPES, load_run
+from stretto.telemetry.events import StepDone, StepLeftOut
+from stretto.telemetry.sinks import read_events
+from tests.imagenet import write_imagenet
+
+STEPS = 3
+WORKERS = 4
+IMAGES_EACH = 2
+DEADLINE_S = 3600
+"""Of one recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One recipe and how its steps went."""
+
+    recipe: str
+    rates: list[float]
+    losses: list[float | None]
+    """None where a step was left out."""
+    left_out: list[str]
+    """Why each of those was."""
+    loss_scale: float
+    """After the last step."""
+    step_s: list[float]
+    passed: bool
+
+
+def main() -> int:
+    """Try the recipes; print a JSON object each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=in_fp16())
+    args = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="stretto-recipes-") as place:
+        images = write_imagenet(Path(place) / "imagenet")
+        for number, name in enumerate(args.names, 1):
+            print(f"{number} of {len(args.names)}: {name}", flush=True)
+            tried = try_recipe(name, images, Path(place) / "runs")
+            failed += not tried.passed
+            print(json.dumps(asdict(tried)), flush=True)
+    print(f"{len(args.names) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+def in_fp16() -> list[str]:
+    """Return the recipes that compute in fp16."""
+    return [name for name in RECIPES if load_run(Path(name)).config.train.precision == "fp16"]
+
+
+def try_recipe(name: str, images: Path, runs: Path) -> Tried:
+    """Train a few steps of a recipe at the rates of its own batch; the run tells its progress."""
+    batch = load_run(Path(name)).config.train.batch
+    settings = [f"data.path={images}", f"run.folder={runs}", f"optim.for_batch={batch}"]
+    settings += [f"train.batch={WORKERS * IMAGES_EACH}", f"train.steps={STEPS}"]
+    settings += ["train.log_every=1", "run.threads=1", "data.decoders=1", "run.trace=false"]
+    command = [sys.executable, "-m", "stretto", "train", name, "--workers", str(WORKERS)]
+    subprocess.run([*command, *settings], check=True, timeout=DEADLINE_S)
+    return judge(name, runs / name)
+
+
+def judge(name: str, run_dir: Path) -> Tried:
+    """Read what a run told: its steps, and the loss scale in its last checkpoint."""
+    events = read_events(run_dir / "events.jsonl")
+    done = [event for event in events if isinstance(event, StepDone)]
+    left_out = {event.step: event.reason for event in events if isinstance(event, StepLeftOut)}
+    state = load_newest(run_dir / "checkpoints", log=print)
+    scale = state.facts["loss_scale"]["value"] if state else math.nan
+    return Tried(
+        recipe=name,
+        rates=[event.lr for event in done],
+        losses=[None if event.step in left_out else event.loss for event in done],
+        left_out=list(left_out.values()),
+        loss_scale=scale,
+        step_s=[round(event.step_s, 2) for event in done],
+        passed=steps_are_sound(done, left_out) and math.isfinite(scale),
+    )
+
+
+def steps_are_sound(done: Sequence[StepDone], left_out: dict[int, str]) -> bool:
+    """Say whether all steps were told, each with a finite loss or an overflow of the scale."""
+    told = [event.step for event in done] == list(range(1, STEPS + 1))
+    return told and all(
+        left_out[event.step].startswith("overflow at a loss scale")
+        if event.step in left_out
+        else math.isfinite(event.loss)
+        for event in done
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
