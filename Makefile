@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests of these markers start processes or time something: they have the machine to themselves.
+ALONE := multi or lab or gpu or timed
 
 .PHONY: help demo test check size bench campaign install clean
 
@@ -31,8 +33,17 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
+# Both parts run, whatever the first one finds; either fails the target. In the first part the
+# processes of pytest share the cores, so torch has one thread in each.
 test: check
-	$(BIN)/python -m pytest --durations=10
+	@failed=0; \
+	echo "tests that only compute, beside each other"; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m "not ($(ALONE))" \
+	  -n logical --maxprocesses=4 --dist worksteal || failed=1; \
+	echo "tests that start processes, one after another"; \
+	$(BIN)/python -m pytest --durations=10 -m "$(ALONE)" || failed=1; \
+	if [ $$failed = 1 ]; then echo "make test: a part failed, see its summary above"; fi; \
+	exit $$failed
 
 size: $(READY)
 	@$(BIN)/python tools/size.py

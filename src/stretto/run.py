@@ -19,10 +19,16 @@ from stretto.config.text import dotted
 from stretto.config.tree import DEFAULT, leaves, mark_table
 from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
 from stretto.errors import ConfigError, StrettoError
-from stretto.model import DRAWING, CNNConfig, ModelConfig, build_model, per_sample_loss
+from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded
 from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
 from stretto.optim.configs import RateConfig
-from stretto.strategy import AllReduceConfig, StrategyConfig, bucket_cuts, build_strategy, tuned
+from stretto.strategy import (
+    AllReduceConfig,
+    StrategyConfig,
+    build_strategy,
+    check_strategy,
+    chosen_settings,
+)
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers
@@ -101,7 +107,6 @@ def prepare(config: RunConfig) -> Prepared:
     """
     check_trackers(config.run.trackers)
     _check_wire(config)
-    config.strategy.description()  # a missing one is named before anything starts
     source = open_source(config.data, train=True)
     if config.train.batch > source.num_samples:
         raise ConfigError(
@@ -112,7 +117,7 @@ def prepare(config: RunConfig) -> Prepared:
     derived_for(config, source.num_samples)
     model = build_model(config.model, config.run.seed)
     _check_fit(config, model, source)
-    bucket_cuts(config.strategy, model)
+    check_strategy(config.strategy, model)
     return Prepared(source, open_source(config.data, train=False), model)
 
 
@@ -125,12 +130,8 @@ def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Lo
     derived: dict[str, object] = {}
     if config.run.threads is None:
         derived["run.threads"] = world.threads
-    strategy = tuned(config.strategy, world.mesh, model)
-    for key in ("algorithm", "fusion"):
-        if getattr(strategy, key) != getattr(config.strategy, key):
-            derived[f"strategy.{key}"] = getattr(strategy, key)
-    if strategy.cuts is None:
-        derived["strategy.cuts"] = bucket_cuts(strategy, model)
+    chosen = chosen_settings(config.strategy, world.mesh, model)
+    derived |= {f"strategy.{key}": value for key, value in chosen.items()}
     return resolve(loaded, derived)
 
 
@@ -245,8 +246,7 @@ def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
     model.eval()
     try:
         # Seeded: a model may draw weights when it first sees data.
-        with torch.no_grad(), DRAWING, torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(config.run.seed)
+        with torch.no_grad(), seeded(config.run.seed):
             outputs = model(inputs[:_TRIED])
             per_sample_loss(outputs, targets[:_TRIED])
             for target in targets.split(1):  # which classes there are, the outputs must know

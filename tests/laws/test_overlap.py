@@ -10,6 +10,8 @@ from stretto.comm.emulated import EmulatedLink
 from stretto.comm.local import run_local
 from stretto.strategy import AllReduceConfig, build_strategy
 
+pytestmark = pytest.mark.timed
+
 FORWARD_S, BACKWARD_S = 0.02, 0.05
 LAYERS, WIDTH = 6, 64
 LAYER_BYTES = WIDTH * WIDTH * 4

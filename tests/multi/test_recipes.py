@@ -2,10 +2,13 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
-from stretto.recipes import RECIPES, find_recipe
+from stretto.model import build_model
+from stretto.recipes import RECIPES, find_recipe, load_run
 from tests.imagenet import write_imagenet
 from tests.multi.small_run import stretto
 
@@ -23,12 +26,31 @@ def ten_classes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_s_model_takes_its_images_at_their_published_size(name):
+    config = load_run(Path(name)).config
+    size = config.data.size
+    model = build_model(config.model, seed=0).to("meta")
+    logits = model(torch.empty(2, 3, size, size, device="meta"))
+    assert logits.shape == (2, config.model.classes)
+
+
+AT_FULL_SIZE = ("resnet50_1hour", "alexnet_4min")
+"""One recipe of each model; the others compute the same layers on smaller images."""
+
+
+def smaller_images(name, tables):
+    """Return settings for images of 64 pixels at most, but for one recipe of each model."""
+    return [] if name in AT_FULL_SIZE or tables["data"].get("size", 224) <= 64 else ["data.size=64"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(name, imagenet, ten_classes, tmp_path):
     recipe = find_recipe(name)
     data = ten_classes if name == "cifar10" else imagenet
     batch = recipe.tables["train"]["batch"]
     settings = [f"data.path={data}", "train.batch=8", f"optim.for_batch={batch}", "train.steps=3"]
     settings += ["train.log_every=1", "run.threads=1", "data.decoders=1"]
+    settings += smaller_images(name, recipe.tables)
     # CPUs compute fp16 eight times as slowly as fp32: here, small models try it (test_guard.py).
     settings += ["train.precision=fp32"]
     done = stretto(tmp_path, "train", name, "--workers", "4", *settings, limit_s=200)

@@ -1,6 +1,8 @@
 """Reference models, plain modules that have never heard of ranks."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, assert_never
 
 import torch
@@ -23,8 +25,17 @@ AnyModelConfig = (
 ModelConfig = Annotated[AnyModelConfig, Field(discriminator="kind")]
 """The ``[model]`` table of a run file; ``kind`` says which."""
 
-DRAWING = threading.Lock()
+_DRAWING = threading.RLock()
 """Ranks may be threads of one process, and weights are drawn from its one generator."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw from ``seed`` inside; the global generator is left as it was, and no thread disturbs."""
+    with _DRAWING, torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed: that would reseed the generators of accelerators, too.
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def build_model(config: AnyModelConfig, seed: int) -> nn.Module:
@@ -32,9 +43,7 @@ def build_model(config: AnyModelConfig, seed: int) -> nn.Module:
 
     The global random number generator is left as it was.
     """
-    with DRAWING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Not torch.manual_seed: that would reseed the generators of accelerators, too.
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed), torch.device("cpu"):
         return _construct(config)
 
 
@@ -80,4 +89,5 @@ __all__ = [
     "correct",
     "head_of",
     "per_sample_loss",
+    "seeded",
 ]

@@ -1,19 +1,31 @@
 """How the ranks stay one model, chosen by one word."""
 
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel
 from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts, tuned
 from stretto.strategy.base import Agreed, MakeOptimizer, Strategy
+from stretto.strategy.sharded.config import ShardedConfig, checked_plan
+from stretto.strategy.sharded.strategy import Sharded
 from stretto.telemetry.timeline import Recorder
 
-StrategyConfig = AllReduceConfig
-"""The configs of all strategies, tagged by ``kind``; a union once there is a second."""
+AnyStrategyConfig = AllReduceConfig | ShardedConfig
+StrategyConfig = Annotated[AnyStrategyConfig, Field(discriminator="kind")]
+"""The configs of all strategies, tagged by ``kind``."""
 
-STRATEGIES = {"allreduce": AllReduceConfig}
+STRATEGIES: dict[str, type[AnyStrategyConfig]] = {
+    "allreduce": AllReduceConfig,
+    "sharded": ShardedConfig,
+}
 """The words a user may choose from."""
 
 
 def build_strategy(
-    config: StrategyConfig,
+    config: AnyStrategyConfig,
     channel: Channel,
     recorder: Recorder | None = None,
     *,
@@ -23,7 +35,37 @@ def build_strategy(
 
     ``weigh_samples`` is for a loop whose loss is a mean over the local batch.
     """
+    if isinstance(config, ShardedConfig):
+        return Sharded(config, channel, recorder, weigh_samples=weigh_samples)
     return AllReduce(config, channel, recorder, weigh_samples=weigh_samples)
+
+
+def check_strategy(config: AnyStrategyConfig, model: nn.Module) -> None:
+    """Find mistakes before anything starts.
+
+    Raises:
+        ConfigError: A file that is named is missing or wrong, or does not fit the model.
+    """
+    if isinstance(config, ShardedConfig):
+        checked_plan(config, model)
+    else:
+        config.description()
+        bucket_cuts(config, model)
+
+
+def chosen_settings(config: AnyStrategyConfig, mesh: Mesh, model: nn.Module) -> dict[str, object]:
+    """Return what ``config`` leaves open and a run on ``mesh`` chooses, by key."""
+    if isinstance(config, ShardedConfig):
+        return {}
+    chosen = tuned(config, mesh, model)
+    derived: dict[str, object] = {
+        key: getattr(chosen, key)
+        for key in ("algorithm", "fusion")
+        if getattr(chosen, key) != getattr(config, key)
+    }
+    if chosen.cuts is None:
+        derived["cuts"] = bucket_cuts(chosen, model)
+    return derived
 
 
 __all__ = [
@@ -31,10 +73,13 @@ __all__ = [
     "Agreed",
     "AllReduce",
     "AllReduceConfig",
+    "AnyStrategyConfig",
     "MakeOptimizer",
+    "Sharded",
+    "ShardedConfig",
     "Strategy",
     "StrategyConfig",
-    "bucket_cuts",
     "build_strategy",
-    "tuned",
+    "check_strategy",
+    "chosen_settings",
 ]

@@ -23,13 +23,14 @@ from stretto.comm.channel import Channel
 from stretto.comm.codecs import parse_wire
 from stretto.comm.courier import Courier
 from stretto.comm.reducer import Reducer, Summed, Weights
-from stretto.comm.spread import average_, spread_from_rank_0_
+from stretto.comm.spread import spread_from_rank_0_
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, StrettoError
 from stretto.sim.choosing import NATIVE, choose_stream
 from stretto.sim.cluster import Cluster, load_cluster
 from stretto.sim.fusion import fusion_threshold
 from stretto.strategy.base import Agreed, MakeOptimizer
+from stretto.strategy.buffers import Buffers
 from stretto.strategy.sample_weights import SampleWeights
 from stretto.telemetry.timeline import Recorder
 from stretto.units import Bytes
@@ -144,6 +145,7 @@ class AllReduce:
         weigh_samples: bool = False,
     ) -> None:
         self.reads_gradients = False
+        self.sound: Callable[[], bool] = lambda: True
         self._config = config
         self._channel = channel
         self._courier = Courier(channel)
@@ -151,8 +153,6 @@ class AllReduce:
         self._recorder = recorder or Recorder(channel.rank)
         self._weigh_samples = weigh_samples
         self._buckets: list[Bucket] = []
-        self._statistics: list[Tensor] = []
-        self._counters: list[Tensor] = []
         self._frozen: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
         self._weights: Weights = Summed()
@@ -169,8 +169,8 @@ class AllReduce:
         _refuse_complex(model)
         self._config = tuned(self._config, self._channel.mesh, model)
         spread_from_rank_0_([*model.parameters(), *model.buffers()], self._channel)
-        self._statistics = [b for b in model.buffers() if b.is_floating_point()]
-        self._counters = [b for b in model.buffers() if not b.is_floating_point()]
+        self._buffers = Buffers(model)
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         if self._weigh_samples:
             self._weights = SampleWeights(model)
@@ -211,7 +211,7 @@ class AllReduce:
         if update and not self.reads_gradients:
             self._updated_s = 0.0
             self._reducer.finish(self._step, self._update)
-            return Agreed(updated_s=self._updated_s)
+            return Agreed(updated_s=self._updated_s, done=True)
         self._reducer.finish(self._step)
         grads = (p.grad for bucket in self._buckets for p in bucket.parameters)
         return Agreed(tuple(grad for grad in grads if grad is not None))
@@ -220,18 +220,27 @@ class AllReduce:
         """Do nothing: equal gradients keep equal parameters equal."""
 
     def settle(self) -> None:
-        """Make buffers equal: the mean of batch statistics, which were each rank's own until here.
-
-        What cannot be averaged (counts of batches) is rank 0's.
-        """
-        average_(self._statistics, self._channel)
-        spread_from_rank_0_(self._counters, self._channel)
+        """Make buffers equal; parameters are."""
+        self._buffers.settle(self._channel)
 
     def close(self) -> None:
         """Take the hooks off the model and end the courier's threads."""
         for hook in self._hooks:
             hook.remove()
         self._courier.close()
+
+    def whole_optimizer(self) -> Optimizer:
+        """Return the optimizer: every rank has all of it."""
+        assert self._optimizer is not None
+        return self._optimizer
+
+    def take_optimizer(self, whole: Optimizer) -> None:
+        """Do nothing: it is the optimizer."""
+
+    def named_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return the summed gradients, last layers first."""
+        parameters = (p for bucket in self._buckets for p in bucket.parameters)
+        return [(self._names[id(p)], p.grad) for p in parameters if p.grad is not None]
 
     def own_state(self) -> dict[str, Tensor]:
         """Return what each bucket's carrier keeps: entries that a sparse wire has not sent yet."""

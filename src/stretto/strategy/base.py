@@ -68,6 +68,10 @@ class Strategy(Protocol):
     optimizer looks at all parameters at once; if not, a strategy may update as gradients arrive,
     at the rate the optimizer has when backward begins."""
 
+    sound: Callable[[], bool]
+    """Whether the step may change parameters; asked, from whichever thread, by a strategy that
+    updates before `after_backward`."""
+
     def attach(
         self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, Optimizer]:
@@ -95,6 +99,18 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """End threads; the channel is the caller's."""
+        ...
+
+    def whole_optimizer(self) -> Optimizer:
+        """Return the optimizer as one rank would have it, on rank 0 at least; all together."""
+        ...
+
+    def take_optimizer(self, whole: Optimizer) -> None:
+        """Take what ``whole``, got from `whole_optimizer`, remembers by now; equal on all ranks."""
+        ...
+
+    def named_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank has of the step's gradients, by name, last layers first."""
         ...
 
     def own_state(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ come between a strategy's messages.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Agreement:
         self._pending: tuple[Tensor, Pending] | None = None
         self._settled = Settled(0)
         self._judged: tuple[Tensor, Pending] | None = None
+        self._sound = True
+        self._asking = threading.Lock()
         self.mine_is_not_finite = False
         """Of the step judged last, whether this rank's own loss was."""
 
@@ -66,12 +69,13 @@ class Agreement:
         self._judged = (votes, self._channel.start_all_reduce(votes))
 
     def sound(self) -> bool:
-        """Return whether the losses of all ranks are finite; once, after each `judge`."""
-        assert self._judged is not None, "the step's loss was not judged"
-        votes, pending = self._judged
-        pending.wait()
-        self._judged = None
-        return not bool(votes)
+        """Return whether the losses of all ranks are finite; on any thread, after `judge`."""
+        with self._asking:
+            if self._judged is not None:
+                votes, pending = self._judged
+                pending.wait()
+                self._sound, self._judged = not bool(votes), None
+            return self._sound
 
     def all_agree(self, mine: bool) -> bool:
         """Return whether every rank says so; all ranks call this together."""

@@ -33,6 +33,7 @@ class Guard:
     def __init__(self, parts: Parts, agreement: Agreement) -> None:
         self._parts = parts
         self._agreement = agreement
+        parts.strategy.sound = agreement.sound
         self._buffers = [b for b in parts.model.buffers() if b.numel()]
         self._kept: list[Tensor] = [torch.empty_like(buffer) for buffer in self._buffers]
         self._kept_own: dict[str, Tensor] = {}

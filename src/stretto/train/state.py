@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stretto.checkpoint import State, flatten_optimizer, load_newest, restore_optimizer_, save
 from stretto.comm.channel import Channel
@@ -32,10 +33,11 @@ def save_state(parts: Parts, next_step: int) -> None:
     with settled(parts) as own:
         _refuse_not_finite(parts, next_step)
         beside = own_of_all_ranks(parts, own) | strategy_of_all_ranks(parts)
+        optimizer = parts.strategy.whole_optimizer()
         if parts.channel.rank or parts.checkpoints is None:
             return
         with parts.recorder.span("checkpoint", "compute"):
-            state = capture(parts, next_step, beside)
+            state = capture(parts, next_step, optimizer, beside)
             saved = save(parts.checkpoints, state, generation=parts.generation)
     parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))
 
@@ -55,10 +57,12 @@ def first_not_finite(model: nn.Module) -> str:
     return next((name for name, p in named if not bool(torch.isfinite(p).all())), "")
 
 
-def capture(parts: Parts, next_step: int, beside: Mapping[str, Tensor]) -> State:
+def capture(
+    parts: Parts, next_step: int, optimizer: Optimizer, beside: Mapping[str, Tensor]
+) -> State:
     """Return everything a run needs to go on at ``next_step``: one model, what lies beside it."""
     named = dict(parts.model.named_parameters())
-    tensors, groups = flatten_optimizer(parts.optimizer, named)
+    tensors, groups = flatten_optimizer(optimizer, named)
     owned = {f"model/{name}": value for name, value in parts.model.state_dict().items()}
     owned |= {f"optimizer/{name}": value for name, value in tensors.items()}
     owned |= beside
@@ -107,6 +111,7 @@ def restore_(parts: Parts, state: State) -> None:
     """Put ``state`` into the model, the optimizer, the strategy and the watch."""
     _check_same_run(parts, state)
     _check_same_data(parts, state)
+    parts.strategy.settle()
     same_size = sum(state.facts["ranks_per_host"]) == parts.channel.size
     own = state.under(own_of_rank(parts.channel.rank)) if same_size else {}
     try:
@@ -116,7 +121,9 @@ def restore_(parts: Parts, state: State) -> None:
             f"the checkpoint of step {state.step} does not fit the model: {wrong}"
         ) from wrong
     named = dict(parts.model.named_parameters())
-    restore_optimizer_(parts.optimizer, named, state.under("optimizer"), state.facts["optimizer"])
+    whole = parts.strategy.whole_optimizer()
+    restore_optimizer_(whole, named, state.under("optimizer"), state.facts["optimizer"])
+    parts.strategy.take_optimizer(whole)
     parts.strategy.load_state_dict(state.facts["strategy"])
     kept = state.under(strategy_of_rank(parts.channel.rank)) if same_size else {}
     if not same_size:  # what was left to send belonged to other ranks

@@ -108,6 +108,8 @@ def _too_few_for_batch_norm(parts: Parts, step: int, num_samples: int) -> Strett
 
 def update(parts: Parts, step: int, agreed: Agreed) -> None:
     """Apply what gradients the strategy has left, clipped where asked for, and drop them."""
+    if agreed.done:
+        return
     with parts.recorder.span("update", "compute", step=step):
         if parts.config.clip_norm is not None:
             agreed.clip_(parts.config.clip_norm)

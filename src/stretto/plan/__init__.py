@@ -1,0 +1,1 @@
+"""Plans: which unit is sharded how, and when each of its communications may start."""

@@ -1,0 +1,1 @@
+"""Sharded data parallelism: a plan says what is kept and when everything travels."""

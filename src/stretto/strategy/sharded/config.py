@@ -1,0 +1,114 @@
+"""The ``[strategy]`` table of a sharded run, and the plan that follows from it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.plan.check import check
+from stretto.plan.presets import PRESETS, Shape, Wish, named_plan, random_plan
+from stretto.plan.value import Plan, read_plan
+from stretto.strategy.sharded.units import ModelUnit, find_units
+from stretto.units import Bytes
+
+HALF = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What parameters and gradients may travel as."""
+
+
+class ShardedConfig(Config):
+    """The ``[strategy]`` table of a run whose ``kind`` is ``"sharded"``."""
+
+    kind: Literal["sharded"] = "sharded"
+    plan: str = "zero2"
+    """What is kept and when everything travels: "ddp", "zero1", "zero2", "zero3", "dear",
+    "random 7" (valid, from a seed), or a file with a plan."""
+    prefetch: int | None = Field(default=None, ge=0)
+    """Units ahead of the one that runs whose parameters may be gathered; when not set, 2 for zero3,
+    and as many as there are for others."""
+    pending: int | None = Field(default=None, ge=0)
+    """Slots that a gradient may wait for its reduction before the model does; when not set, until
+    it is needed."""
+    unit: Bytes = 1_000_000
+    """Neighbours are joined until a unit has so many bytes."""
+    block: Bytes | None = None
+    """Larger units travel in blocks of at most this size; whole when not set."""
+    checkpoint: bool = False
+    """Whether backward computes activations again instead of keeping them."""
+    in_host: bool = False
+    """Whether a unit is shared out among the ranks of a host only, each host having all of it."""
+    algorithm: str = "auto"
+    """How blocks are reduced and gathered: "ring", "ring/2", "hierarchical/4"; "auto" goes by the
+    mesh."""
+    wire: Literal["own", "fp32", "bf16", "fp16"] = "own"
+    """What gradients travel as."""
+    parameters: Literal["own", "bf16", "fp16"] = "own"
+    """What parameters are gathered and used as; updates are made in their own type."""
+
+
+def checked_plan(config: ShardedConfig, model: nn.Module) -> Plan:
+    """Return the plan of ``model``, whatever its optimizer."""
+    return plan_for(config, units_of(config, model), whole_layers=False)
+
+
+def units_of(config: ShardedConfig, model: nn.Module) -> list[ModelUnit]:
+    """Return the units that a run of ``model`` has."""
+    return find_units(model, config.unit // _element_bytes(model))
+
+
+def _element_bytes(model: nn.Module) -> int:
+    return next((p.element_size() for p in model.parameters() if p.requires_grad), 4)
+
+
+def plan_for(config: ShardedConfig, units: Sequence[ModelUnit], *, whole_layers: bool) -> Plan:
+    """Return the checked plan of a run.
+
+    Raises:
+        ConfigError: There is no such preset, or the file's plan is for another model.
+    """
+    shapes = [unit.shape for unit in units]
+    element_bytes = units[0].parameters[0].element_size()
+    word, _, seed = config.plan.partition(" ")
+    if word in PRESETS and not seed:
+        plan = named_plan(word, shapes, _wish(config, word, element_bytes, whole_layers))
+    elif word == "random" and (seed or "0").isdecimal():
+        plan = random_plan(shapes, int(seed or 0), whole_layers=whole_layers)
+    elif Path(config.plan).suffix == ".json":
+        plan = _fitting(read_plan(Path(config.plan)), shapes, config.plan)
+        plan = plan.replace(whole_layers=plan.whole_layers or whole_layers)
+    else:
+        known = ", ".join([*PRESETS, "random SEED"])
+        raise ConfigError(
+            f"strategy.plan = {config.plan!r}: known are {known}, or a file that ends in .json"
+        )
+    check(plan)
+    return plan
+
+
+def _wish(config: ShardedConfig, word: str, element_bytes: int, whole_layers: bool) -> Wish:
+    prefetch = 2 if config.prefetch is None and word == "zero3" else config.prefetch
+    return Wish(
+        prefetch=prefetch,
+        pending=config.pending,
+        block=None if config.block is None else max(1, config.block // element_bytes),
+        whole_layers=whole_layers,
+        in_host=config.in_host,
+        checkpoint=config.checkpoint,
+    )
+
+
+def _fitting(plan: Plan, shapes: Sequence[Shape], path: str) -> Plan:
+    there = [(unit.name, unit.numel) for unit in plan.units]
+    here = [(shape.name, shape.numel) for shape in shapes]
+    if there != here:
+        pairs = [pair for pair in zip(there, here, strict=False) if pair[0] != pair[1]]
+        first = f": {pairs[0][0]} there, {pairs[0][1]} here" if pairs else ""
+        raise ConfigError(
+            f"{path} is a plan for {len(there)} units, the model has {len(here)}{first}; make it "
+            "anew for this model and strategy.unit"
+        )
+    return plan

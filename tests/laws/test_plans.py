@@ -1,0 +1,203 @@
+"""Any valid plan computes what one rank computes: whatever is cut up, and whenever it travels."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from stretto.comm.local import run_local
+from stretto.model import GPTConfig, build_model
+from stretto.model.loss import per_sample_loss
+from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
+from stretto.plan.presets import PRESETS
+from stretto.strategy.sharded.config import ShardedConfig
+from stretto.strategy.sharded.strategy import Sharded
+
+STEPS = 3
+BATCH = 12
+
+
+class UNet(nn.Module):
+    """Down, across, up, with skips from each level down to the one up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 10)])
+        self.across = nn.Sequential(nn.Linear(10, 10), nn.Tanh())
+        self.up = nn.ModuleList([nn.Linear(20, 8), nn.Linear(16, 6)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        first = torch.tanh(self.down[0](x))
+        second = torch.tanh(self.down[1](first))
+        up = torch.tanh(self.up[0](torch.cat([self.across(second), second], -1)))
+        return self.head(torch.tanh(self.up[1](torch.cat([up, first], -1))))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        return x + self.two(torch.relu(self.norm(self.one(x))))
+
+
+class ResNet(nn.Module):
+    """A stem, blocks with shortcuts, a head; norms that see each sample by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 4, 3, padding=1)
+        self.layers = nn.Sequential(nn.Sequential(Residual(), Residual()), Residual())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        images = x[:, :4].reshape(-1, 1, 2, 2)
+        return self.head(self.layers(self.stem(images)).mean((2, 3)))
+
+
+class Odd(nn.Module):
+    """A frozen layer, a layer used twice, a parameter nobody uses, one that few samples use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(5))
+        self.first = nn.Linear(6, 5)
+        self.frozen = nn.Linear(5, 5)
+        self.frozen.requires_grad_(False)
+        self.rare = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        hidden = self.frozen(torch.tanh(self.first(x))) * self.scale
+        if bool((x[:, 0] > 1.0).any()):
+            hidden = hidden + torch.where((x[:, :1] > 1.0), self.rare(hidden), 0.0)
+        return self.last(hidden)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def gpt():
+    return build_model(
+        GPTConfig(vocab=11, context=6, width=8, blocks=2, heads=2, tied=True, dropout=0.0), 0
+    )
+
+
+MODELS = {"mlp": mlp, "resnet": ResNet, "gpt": gpt, "unet": UNet, "odd": Odd}
+OPTIMIZERS = {
+    "sgd": SGDConfig(lr=0.1, momentum=0.9, weight_decay=0.01),
+    "lars": LARSConfig(lr=0.5, momentum=0.9, weight_decay=0.01),
+    "lamb": LAMBConfig(lr=0.02, weight_decay=0.01),
+    "adamw": AdamWConfig(lr=0.02, weight_decay=0.01),
+}
+
+
+@cache
+def initial(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MODELS[name]().double()
+
+
+@cache
+def samples(name):
+    generator = torch.Generator().manual_seed(5)
+    if name == "gpt":
+        tokens = torch.randint(11, (STEPS, BATCH, 7), generator=generator)
+        return tokens[..., :-1], tokens[..., 1:]
+    x = torch.randn(STEPS, BATCH, 6, dtype=torch.float64, generator=generator)
+    return x, (x[..., 0] * x[..., 1] > 0).long()
+
+
+def loss_of(model, inputs, targets):
+    return per_sample_loss(model(inputs), targets).sum()
+
+
+@cache
+def reference(name, optim, clip=None):
+    """Return the losses and parameters of one rank that does it all."""
+    model = copy.deepcopy(initial(name))
+    optimizer = make_optimizer(OPTIMIZERS[optim], model)(model.parameters())
+    losses = []
+    for inputs, targets in zip(*samples(name), strict=True):
+        loss = loss_of(model, inputs, targets) / BATCH
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def run_plan(channel, name, optim, config, micros=1, clip=None, told=None):
+    """Train as the loop does; return this rank's shares of the losses, and whole parameters."""
+    strategy = Sharded(config, channel)
+    strategy.reads_gradients = clip is not None
+    model = copy.deepcopy(initial(name))
+    model, optimizer = strategy.attach(model, make_optimizer(OPTIMIZERS[optim], model))
+    losses = []
+    for step, (inputs, targets) in enumerate(zip(*samples(name), strict=True)):
+        mine = slice(
+            channel.rank * BATCH // channel.size, (channel.rank + 1) * BATCH // channel.size
+        )
+        pieces = list(
+            zip(inputs[mine].tensor_split(micros), targets[mine].tensor_split(micros), strict=True)
+        )
+        total = 0.0
+        for micro, (some, answers) in enumerate(pieces):
+            strategy.begin(step, micro, micro == micros - 1, 0.0)
+            if len(some):
+                loss = loss_of(model, some, answers) / BATCH
+                total += float(loss.detach())
+                loss.backward()
+        agreed = strategy.after_backward()
+        if clip:
+            agreed.clip_(clip)
+        if not agreed.done:
+            optimizer.step()
+        strategy.after_update()
+        losses.append(total)
+    strategy.settle()
+    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    if told is not None:
+        told(strategy)
+    strategy.close()
+    return losses, parameters
+
+
+def compare(results, expected):
+    losses, parameters = expected
+    summed = [sum(step) for step in zip(*(r[0] for r in results), strict=True)]
+    assert summed == pytest.approx(losses, abs=1e-10)
+    for _, mine in results:
+        for name, value in parameters.items():
+            torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("plan", PRESETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_preset_trains_as_one_rank(name, plan, ranks):
+    config = ShardedConfig(plan=plan, unit=0)
+    expected = reference(name, "sgd")  # first: threads share the generator
+    results = run_local(ranks, lambda channel: run_plan(channel, name, "sgd", config))
+    compare(results, expected)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_plan_trains_as_one_rank(seed):
+    name = [*MODELS][seed % len(MODELS)]
+    optim = [*OPTIMIZERS][seed // len(MODELS) % len(OPTIMIZERS)]
+    config = ShardedConfig(plan=f"random {seed}", unit=0)
+    micros, ranks = 1 + seed % 3, 1 + seed % 4
+    expected = reference(name, optim)
+    results = run_local(ranks, lambda channel: run_plan(channel, name, optim, config, micros))
+    compare(results, expected)
