@@ -17,9 +17,9 @@ from dataclasses import replace
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.algorithms import ALLREDUCE, host_all_gather, host_reduce_scatter
 from stretto.comm.schedule import Action, rounds
-from stretto.comm.verify import verify_allreduce
+from stretto.comm.verify import verify_all_gather, verify_allreduce, verify_reduce_scatter
 from stretto.errors import ScheduleError
 
 SUBJECTS = {
@@ -35,14 +35,32 @@ SUBJECTS = {
     "masters": (Mesh((3, 2)), 1),
     "masters in parts": (Mesh((2, 2)), 2),
     "torus": (Mesh((6,)), 1),
+    "host-reduce-scatter": (Mesh((2, 2, 2)), 1),
+    "host-reduce-scatter in parts": (Mesh((3, 3)), 2),
+    "host-all-gather": (Mesh((4, 4)), 1),
+    "host-all-gather in parts": (Mesh((3, 3)), 2),
 }
+OTHERS = {
+    "host-reduce-scatter": (host_reduce_scatter, verify_reduce_scatter),
+    "host-all-gather": (host_all_gather, verify_all_gather),
+}
+"""Those that are no all-reduce."""
 PLACES = 4
 """How many places of each kind are tried in each schedule, spread evenly over all there are."""
 
 
 def subject(name):
     mesh, parts = SUBJECTS[name]
-    return ALLREDUCE[name.split(" ")[0]](mesh, parts)
+    word = name.split(" ")[0]
+    return OTHERS[word][0](mesh, parts) if word in OTHERS else ALLREDUCE[word](mesh, parts)
+
+
+def verify(name, schedule):
+    (mesh, _), word = SUBJECTS[name], name.split(" ")[0]
+    if word in OTHERS:
+        OTHERS[word][1](schedule, mesh.ranks_per_host[0])
+    else:
+        verify_allreduce(schedule)
 
 
 class Draft:
@@ -306,8 +324,13 @@ KINDS = {
 ABSENT = {
     ("double-tree", "two_messages_of_a_route_swapped"),
     ("double-tree in parts", "two_messages_of_a_route_swapped"),
+    *(
+        (name, kind)
+        for name in ("host-all-gather", "host-all-gather in parts")
+        for kind in ("one end, add_is_copy", "added_twice")
+    ),
 }
-"""Each lane between two ranks carries a single message here."""
+"""Each lane between two ranks of a double tree carries a single message; a gather adds nothing."""
 CASES = [(name, kind) for name in SUBJECTS for kind in KINDS if (name, kind) not in ABSENT]
 
 
@@ -325,8 +348,8 @@ def mutants(name, kind):
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_what_is_going_to_be_broken_is_sound(name):
-    verify_allreduce(subject(name))
-    verify_allreduce(Draft(subject(name)).mutated())
+    verify(name, subject(name))
+    verify(name, Draft(subject(name)).mutated())
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -335,7 +358,7 @@ def test_a_fault_is_refused_and_says_in_which_schedule(name, kind):
     assert broken, "no place for this fault: then it belongs to ABSENT"
     for schedule in broken:
         with pytest.raises(ScheduleError, match=f"^{schedule.name} for {schedule.size} ranks: "):
-            verify_allreduce(schedule)
+            verify(name, schedule)
 
 
 def test_there_are_many_faults_at_many_places():

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from stretto.cluster.world import Mesh
 from stretto.comm.local import run_local
+from stretto.comm.recording import RecordingChannel
 from stretto.model import GPTConfig, build_model
 from stretto.model.loss import per_sample_loss
 from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
+from stretto.plan.memory import Widths, holding, logical_curve, worst_curve
 from stretto.plan.presets import PRESETS
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.strategy import Sharded
@@ -201,3 +204,77 @@ def test_a_random_plan_trains_as_one_rank(seed):
     expected = reference(name, optim)
     results = run_local(ranks, lambda channel: run_plan(channel, name, optim, config, micros))
     compare(results, expected)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])
+def test_units_shared_out_in_each_host_train_as_one_rank(plan, optim):
+    expected = reference("gpt", optim)
+    config = ShardedConfig(plan=plan, unit=0, in_host=True)
+    results = run_local(Mesh((2, 2)), lambda channel: run_plan(channel, "gpt", optim, config))
+    compare(results, expected)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["zero2", "random 3"])
+def test_gradients_that_somebody_reads_are_clipped_as_on_one_rank(plan, optim):
+    expected = reference("odd", optim, clip=0.3)
+    config = ShardedConfig(plan=plan, unit=0)
+    results = run_local(3, lambda channel: run_plan(channel, "odd", optim, config, 2, clip=0.3))
+    compare(results, expected)
+
+
+def holdings_of(strategy, state):
+    """Return what the plan says that this rank keeps for each unit."""
+    widths = Widths(parameter=8, gradient=8, kept=8, state=state)
+    return [
+        holding(planned, held.storage.layout, widths, held.storage.rank, strategy.plan.barrier)
+        for planned, held in zip(strategy.plan.units, strategy._cut.units, strict=True)
+    ]
+
+
+def peaks_of(config, *, inline, reads):
+    """Train a GPT on 3 ranks; return the ledger's peaks of steady steps, and what was predicted."""
+
+    def work(channel):
+        strategy = Sharded(config, RecordingChannel(channel))
+        strategy.inline, strategy.reads_gradients = inline, reads
+        model = copy.deepcopy(initial("gpt"))
+        model, optimizer = strategy.attach(model, make_optimizer(OPTIMIZERS["sgd"], model))
+        inputs, targets = samples("gpt")
+        for step in range(4):
+            if step == 3:
+                strategy.ledger.forget()
+            strategy.begin(step, 0, True, 0.0)
+            loss_of(model, inputs[0], targets[0]).backward()
+            if not strategy.after_backward().done:
+                optimizer.step()
+            strategy.after_update()
+        # The cycle that began with the last backward ends with a forward.
+        strategy.begin(4, 0, True, 0.0)
+        loss_of(model, inputs[0], targets[0])
+        peaks = list(strategy.ledger.peaks)
+        held = holdings_of(strategy, state=8)
+        predicted = logical_curve(strategy.plan, held), worst_curve(strategy.plan, held)
+        strategy.close()
+        return peaks, *predicted
+
+    return run_local(3, work)
+
+
+PLANS = [*PRESETS, *(f"random {seed}" for seed in range(8))]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ledger_is_what_was_predicted_when_messages_take_no_time(plan, reads):
+    initial("gpt")
+    for peaks, logical, _ in peaks_of(ShardedConfig(plan=plan, unit=0), inline=True, reads=reads):
+        assert peaks == logical
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_ledger_is_never_above_the_worst_that_was_predicted(plan):
+    initial("gpt")
+    for peaks, _, worst in peaks_of(ShardedConfig(plan=plan, unit=0), inline=False, reads=False):
+        assert all(peak <= most for peak, most in zip(peaks, worst, strict=True))

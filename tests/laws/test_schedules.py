@@ -12,6 +12,8 @@ from stretto.comm.algorithms import (
     ALL_GATHER,
     ALLREDUCE,
     BROADCAST,
+    HOST_ALL_GATHER,
+    HOST_REDUCE_SCATTER,
     REDUCE_SCATTER,
     double_tree,
     hierarchical_reduce_scatter,
@@ -32,6 +34,8 @@ TABLES = {
     "all-reduce": (ALLREDUCE, verify_allreduce),
     "reduce-scatter": (REDUCE_SCATTER, verify_reduce_scatter),
     "all-gather": (ALL_GATHER, verify_all_gather),
+    "host-reduce-scatter": (HOST_REDUCE_SCATTER, verify_reduce_scatter),
+    "host-all-gather": (HOST_ALL_GATHER, verify_all_gather),
     "broadcast": (BROADCAST, verify_broadcast),
 }
 CASES = [(kind, name) for kind, (table, _) in TABLES.items() for name in table]
@@ -65,29 +69,40 @@ def rows(size):
 def meshes_for(kind, name):
     # A chunk each, rank r's being chunk r, cannot be kept where hosts differ: refused, see below.
     refuses = name == "hierarchical" and kind in ("reduce-scatter", "all-gather")
-    return EVEN if refuses else EVEN + UNEVEN
+    return EVEN if refuses or kind.startswith("host-") else EVEN + UNEVEN
+
+
+def shards_of(kind, mesh):
+    """Return among how many ranks in a row the tensor is shared out."""
+    return mesh.ranks_per_host[0] if kind.startswith("host-") else mesh.size
+
+
+def prove(kind, name, mesh, parts):
+    table, verify = TABLES[kind]
+    schedule = table[name](mesh, parts)
+    if kind.endswith(("scatter", "gather")):
+        verify(schedule, shards_of(kind, mesh))
+    else:
+        verify(schedule)
 
 
 @for_every_collective
 def test_every_input_ends_where_it_should_exactly_once(kind, name):
-    table, verify = TABLES[kind]
     for size in FEW_SIZES if name in LINEAR else ALL_SIZES:
-        verify(table[name](square(size), 1))
+        prove(kind, name, square(size), 1)
 
 
 @for_every_collective
 def test_so_it_does_in_parts_that_follow_each_other(kind, name):
-    table, verify = TABLES[kind]
     for size in [*range(1, 10), 16, 17]:
-        verify(table[name](square(size), 3))
+        prove(kind, name, square(size), 3)
 
 
 @for_every_collective
 def test_so_it_does_whatever_hosts_the_ranks_are_on(kind, name):
-    table, verify = TABLES[kind]
     for mesh in [*meshes_for(kind, name), Mesh((8,) * 4), Mesh((1,) * 9), Mesh((4,) * 6)]:
-        verify(table[name](mesh, 1))
-        verify(table[name](mesh, 3))
+        prove(kind, name, mesh, 1)
+        prove(kind, name, mesh, 3)
 
 
 @pytest.mark.parametrize("mesh", UNEVEN, ids=str)
@@ -103,22 +118,26 @@ def test_what_cannot_be_kept_on_uneven_hosts_is_refused_with_what_to_use(mesh):
 class Outcome:
     kind: str
     schedule: object
+    shards: int
     inputs: torch.Tensor
     results: torch.Tensor
 
     def own(self, rank):
         bounds = chunk_bounds(self.inputs.shape[1], self.schedule.num_chunks)
-        chunks = owned(self.schedule, rank)
+        chunks = owned(self.schedule, rank, self.shards)
         return slice(bounds[chunks.start], bounds[chunks.stop])
 
     def pairs(self):
         """Return what has come out and what should have, as far as it is promised."""
         total = self.inputs.double().sum(dim=0).to(self.inputs.dtype)
         ranks = range(self.schedule.size)
-        if self.kind == "reduce-scatter":
+        if self.kind.endswith("reduce-scatter"):
             return [(self.results[r][self.own(r)], total[self.own(r)]) for r in ranks]
-        if self.kind == "all-gather":
-            total = torch.cat([self.inputs[r][self.own(r)] for r in ranks])
+        if self.kind.endswith("all-gather"):
+            mine = [self.inputs[r][self.own(r)] for r in ranks]
+            first = [r - r % self.shards for r in ranks]
+            wanted = [torch.cat(mine[f : f + self.shards]) for f in first]
+            return list(zip(self.results, wanted, strict=True))
         if self.kind == "broadcast":
             total = self.inputs[0]
         return [(self.results[r], total) for r in ranks]
@@ -138,7 +157,7 @@ def carried_out(kind, name, mesh, parts, inputs):
     results = run_local(mesh.size, work)
     for index, tensor in enumerate(inputs):
         stacked = torch.stack([result[index] for result in results])
-        yield Outcome(kind, schedule, tensor, stacked)
+        yield Outcome(kind, schedule, shards_of(kind, mesh), tensor, stacked)
 
 
 def whole_numbers(size, length, dtype=torch.float32):
@@ -272,6 +291,8 @@ STEPS = {
     ("all-gather", "ring"): lambda n, k, m: n - 1,
     ("all-gather", "doubling"): lambda n, k, m: log2(n),
     ("all-gather", "hierarchical"): lambda n, k, m: k - 1 + m - 1,
+    ("host-reduce-scatter", "ring"): lambda n, k, m: k - 1 + 2 * (m - 1),
+    ("host-all-gather", "ring"): lambda n, k, m: k - 1,
     ("broadcast", "binomial"): lambda n, k, m: log2(n),
     ("broadcast", "scatter-gather"): lambda n, k, m: log2(n) + n - 1 if n > 1 else 0,
 }

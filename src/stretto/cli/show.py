@@ -54,7 +54,8 @@ def show(
     algorithm
         Its name, as ring; a wrong one is answered with the list.
     collective
-        allreduce, reduce-scatter, all-gather or broadcast.
+        allreduce, reduce-scatter, all-gather or broadcast; or host-reduce-scatter or
+        host-all-gather, where every host has the whole tensor, shared out among its ranks.
     parts
         Parts of the tensor that follow each other through the schedule.
     svg
@@ -105,13 +106,22 @@ def _few(ranks: int) -> int:
 
 
 def _schedule(algorithm: str, collective: str, mesh: "Mesh", parts: int) -> "Schedule":
-    from stretto.comm.algorithms import ALL_GATHER, ALLREDUCE, BROADCAST, REDUCE_SCATTER
+    from stretto.comm.algorithms import (
+        ALL_GATHER,
+        ALLREDUCE,
+        BROADCAST,
+        HOST_ALL_GATHER,
+        HOST_REDUCE_SCATTER,
+        REDUCE_SCATTER,
+    )
 
     tables = {
         "allreduce": ALLREDUCE,
         "reduce-scatter": REDUCE_SCATTER,
         "all-gather": ALL_GATHER,
         "broadcast": BROADCAST,
+        "host-reduce-scatter": HOST_REDUCE_SCATTER,
+        "host-all-gather": HOST_ALL_GATHER,
     }
     _check_known("--collective", collective, tables)
     table = tables[collective]

@@ -5,7 +5,7 @@ process (`local`); a recorder (`recording`) or a slow link (`emulated`) may be p
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -73,6 +73,22 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Leave the group; nothing may be in flight."""
+        ...
+
+
+@runtime_checkable
+class SharesNatively(Protocol):
+    """A channel whose back end reduces and gathers chunks itself, in place, chunk r being rank r's.
+
+    All chunks are of one length; for tensors that the back end keeps itself.
+    """
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Pending:
+        """Begin to make this rank's chunk of ``tensor`` the sum of all ranks'."""
+        ...
+
+    def start_all_gather(self, tensor: Tensor) -> Pending:
+        """Begin to make every chunk of ``tensor`` that of its owner."""
         ...
 
 

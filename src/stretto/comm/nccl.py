@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
     AllreduceOptions,
     Backend,
     PrefixStore,
     ReduceOp,
+    ReduceScatterOptions,
     Store,
     Work,
 )
@@ -45,6 +47,9 @@ class NcclChannel:
         self._lanes: list[Any] = []
         self._sum = AllreduceOptions()  # made once: for a small message it is a part of the time
         self._sum.reduceOp = ReduceOp(ReduceOp.SUM)
+        self._scatter = ReduceScatterOptions()
+        self._scatter.reduceOp = ReduceOp(ReduceOp.SUM)
+        self._gather = AllgatherOptions()
         self.reserve(1)
 
     @property
@@ -95,6 +100,28 @@ class NcclChannel:
         except RuntimeError as failure:
             raise self._lost(failure) from failure
         self.watch(_NATIVE, work.is_completed)
+        return _Queued(work, self._lost)
+
+    def start_reduce_scatter(self, tensor: Tensor) -> Pending:
+        """Begin the back end's own sum of chunks: rank r's part of ``tensor`` becomes the sum."""
+        return self._start("reduce_scatter", self._chunk(tensor), tensor, self._scatter)
+
+    def start_all_gather(self, tensor: Tensor) -> Pending:
+        """Begin the back end's own gather: ``tensor`` becomes every rank's part of it."""
+        return self._start("allgather", tensor, self._chunk(tensor), self._gather)
+
+    def _chunk(self, tensor: Tensor) -> Tensor:
+        length = tensor.numel() // self.size
+        return tensor[self.rank * length : (self.rank + 1) * length]
+
+    def _start(self, name: str, output: Tensor, source: Tensor, options: object) -> Pending:
+        group = self._lanes[0]
+        call = getattr(group, f"_{name}_base", None) or getattr(group, f"{name}_single")
+        try:
+            work = call(output, source, options)
+        except RuntimeError as failure:
+            raise self._lost(failure) from failure
+        self.watch(f"NCCL's own {name}", work.is_completed)
         return _Queued(work, self._lost)
 
     def watch(self, what: str, over: Callable[[], bool]) -> None:

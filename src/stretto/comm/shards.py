@@ -99,9 +99,12 @@ class UnitLayout:
         return sum(s.length for block in self.blocks for s in block.owned(rank))
 
 
-def lay_unit(numels: Sequence[int], cuts: Sequence[int], ranks: int) -> UnitLayout:
+def lay_unit(
+    numels: Sequence[int], cuts: Sequence[int], ranks: int, grain: int = ALIGN
+) -> UnitLayout:
     """Lay tensors of ``numels`` elements in blocks of about ``cuts`` elements for ``ranks``.
 
+    A chunk, with its marks and without, is a multiple of ``grain``, which is one of `ALIGN`.
     A cut is moved to the next place where every rank gets as much; blocks that become empty by
     that are kept, empty, so that a plan's blocks are the layout's at any number of ranks.
     """
@@ -111,18 +114,20 @@ def lay_unit(numels: Sequence[int], cuts: Sequence[int], ranks: int) -> UnitLayo
     for numel in numels:
         offsets.append(end)
         end += _up(numel, ALIGN)
-    grain = ranks * ALIGN
+    step = ranks * grain
     bounds, filled = [0], 0
     for size in cuts:
         filled += size
-        bounds.append(min(_up(filled, grain), _up(end, grain)))
-    bounds[-1] = _up(end, grain)
+        bounds.append(min(_up(filled, step), _up(end, step)))
+    bounds[-1] = _up(end, step)
     spans = [(start, start + numel) for start, numel in zip(offsets, numels, strict=True)]
-    blocks = [_block(start, stop, spans, ranks) for start, stop in pairwise(bounds)]
+    blocks = [_block(start, stop, spans, ranks, grain) for start, stop in pairwise(bounds)]
     return UnitLayout(ranks, tuple(offsets), tuple(blocks))
 
 
-def _block(start: int, stop: int, spans: Sequence[tuple[int, int]], ranks: int) -> BlockLayout:
+def _block(
+    start: int, stop: int, spans: Sequence[tuple[int, int]], ranks: int, grain: int
+) -> BlockLayout:
     chunk = (stop - start) // ranks
     stretches: list[Stretch] = []
     most = 0
@@ -139,7 +144,7 @@ def _block(start: int, stop: int, spans: Sequence[tuple[int, int]], ranks: int) 
             Stretch(tensor, owner, low - spans[tensor][0], low - first, high - low, mark)
             for mark, (tensor, low, high) in enumerate(inside)
         ]
-    return BlockLayout(ranks, start, chunk, _up(most, ALIGN), tuple(stretches))
+    return BlockLayout(ranks, start, chunk, _up(most, grain), tuple(stretches))
 
 
 def _up(number: int, grain: int) -> int:

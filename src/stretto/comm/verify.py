@@ -29,23 +29,37 @@ def verify_broadcast(schedule: Schedule) -> None:
     _compare(schedule, contributions(schedule), np.eye(1, schedule.size, dtype=np.int64)[None])
 
 
-def verify_reduce_scatter(schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless each rank's own chunks hold every input exactly once."""
+def verify_reduce_scatter(schedule: Schedule, shards: int | None = None) -> None:
+    """Raise `ScheduleError` unless each rank's own chunks hold every input exactly once.
+
+    ``shards`` as in `owned`; the input of every rank counts all the same.
+    """
     held = contributions(schedule)
-    wanted = np.where(_own(schedule)[:, :, None], 1, held)
+    wanted = np.where(_own(schedule, shards)[:, :, None], 1, held)
     _compare(schedule, held, wanted)
 
 
-def verify_all_gather(schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless every rank ends with each chunk as its owner had it."""
-    wanted = _own(schedule).T[None].astype(np.int64)
-    _compare(schedule, contributions(schedule), wanted)
+def verify_all_gather(schedule: Schedule, shards: int | None = None) -> None:
+    """Raise `ScheduleError` unless every rank ends with each chunk as its owner had it.
+
+    ``shards`` as in `owned`; of the owners of a chunk it is the one among the rank's own sharers.
+    """
+    sharers = np.arange(schedule.size) // (shards or schedule.size)
+    together = sharers[:, None] == sharers
+    wanted = together[:, None, :] & _own(schedule, shards).T
+    _compare(schedule, contributions(schedule), wanted.astype(np.int64))
 
 
-def owned(schedule: Schedule, rank: int) -> range:
-    """Return the chunks that are a rank's own, after a reduce-scatter or before an all-gather."""
-    each = schedule.num_chunks // schedule.size
-    return range(rank * each, (rank + 1) * each)
+def owned(schedule: Schedule, rank: int, shards: int | None = None) -> range:
+    """Return the chunks that are a rank's own, after a reduce-scatter or before an all-gather.
+
+    The tensor is shared out among ``shards`` ranks, and once more among the next ``shards``, as
+    hosts do that each have all of it; among all ranks when None.
+    """
+    shards = shards or schedule.size
+    each = schedule.num_chunks // shards
+    place = rank % shards
+    return range(place * each, (place + 1) * each)
 
 
 def contributions(schedule: Schedule) -> Counts:
@@ -220,12 +234,17 @@ def _route(rank: int, op: Op) -> Route:
     return (rank, op.peer, op.lane) if op.action is Action.SEND else (op.peer, rank, op.lane)
 
 
-def _own(schedule: Schedule) -> NDArray[np.bool_]:
+def _own(schedule: Schedule, shards: int | None) -> NDArray[np.bool_]:
     """Return whose chunk is whose: [rank, chunk]."""
-    n = schedule.size
+    n, shards = schedule.size, shards or schedule.size
+    if n % shards or schedule.num_chunks % shards:
+        raise ScheduleError(
+            f"{schedule.name} for {n} ranks: {schedule.num_chunks} chunks cannot be shared out "
+            f"among every {shards} ranks"
+        )
     own = np.zeros((n, schedule.num_chunks), dtype=np.bool_)
     for rank in range(n):
-        own[rank, list(owned(schedule, rank))] = True
+        own[rank, list(owned(schedule, rank, shards))] = True
     return own
 
 

@@ -45,9 +45,16 @@ def named_plan(name: str, shapes: Sequence[Shape], wish: Wish = Wish()) -> Plan:
 def random_plan(shapes: Sequence[Shape], seed: int, *, whole_layers: bool = False) -> Plan:
     """Return a valid plan in which everything that may be chosen is: sharding, blocks, windows."""
     draw = random.Random(seed)
+    in_host = draw.random() < 0.2
     barrier = draw.random() < 0.25
     units = [
-        _unit(shape, _drawn_sharding(shape, draw), draw.random() < 0.3, _drawn_cuts(shape, draw))
+        _unit(
+            shape,
+            _drawn_sharding(shape, draw),
+            draw.random() < 0.3,
+            _drawn_cuts(shape, draw),
+            in_host and draw.random() < 0.5,
+        )
         for shape in shapes
     ]
     bare = Plan(units=tuple(units), messages=(), barrier=barrier)

@@ -61,7 +61,7 @@ def tell(recipe: Recipe, loaded: Loaded[RunConfig], num_samples: int, workers: i
 def _size(config: RunConfig, epoch_steps: int, num_samples: int, workers: int) -> list[_Line]:
     train = config.train
     share = -(-train.batch // workers)
-    pieces = train.pieces(share)
+    pieces = train.pieces(workers)
     at_once = -(-share // pieces)
     cut = f"{pieces} micro-batches of {at_once}" if pieces > 1 else "at once"
     shared = f"{counted(workers, 'worker')}, {share} each, {cut}"

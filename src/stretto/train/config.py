@@ -81,11 +81,15 @@ class TrainConfig(Config):
                 raise ValueError(f"{key} is read with {read_by} only: set that, or leave {key} out")
         return self
 
-    def pieces(self, share: int) -> int:
-        """Return the micro-batches that a rank cuts ``share`` samples of a step into."""
+    def pieces(self, ranks: int) -> int:
+        """Return the micro-batches that each of ``ranks`` cuts its share of a step into.
+
+        As many on all of them, whatever they could read: some strategies talk in each.
+        """
         if self.micro_batch is None:
             return self.accumulation
-        return max(1, -(-share // self.micro_batch))
+        share = -(-self.batch // ranks)
+        return -(-share // self.micro_batch)
 
     @property
     def reads_gradients(self) -> bool:

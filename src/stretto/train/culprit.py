@@ -6,6 +6,7 @@ Only the rank whose loss was not finite can tell, and all ranks are told the sam
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +19,40 @@ from stretto.train.parts import Parts
 from stretto.train.state import first_not_finite
 from stretto.train.step import forward, micro_batches, seed_randomness
 
+T = TypeVar("T")
+
 
 def name_culprit(parts: Parts, step: int, batch: LoadedShare, *, mine: bool) -> str:
     """Return who met what where, in the same words on every rank; all ranks call this together.
 
     ``mine`` says that this rank's own loss was not finite; if no rank's was, gradients are.
     """
-    found = find_in_forward(parts, step, batch) if mine else ""
-    told = [json.loads(text) for text in gather_text(json.dumps(found), parts.channel)]
+    if not any(_told(mine, parts)):
+        return find_in_gradients(parts)
+    parts.strategy.settle()  # forward may need what other ranks keep
+    told = _told(find_in_forward(parts, step, batch) if mine else "", parts)
     blamed = [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]
-    if not blamed:
-        # Summed gradients are equal on all ranks; rank 0's words are taken all the same.
-        sums = gather_text(json.dumps(find_in_gradients(parts.model)), parts.channel)
-        return str(json.loads(sums[0]))
     more = f" ({len(blamed)} ranks in all)" if len(blamed) > 1 else ""
     return blamed[0] + more
 
 
-def find_in_gradients(model: nn.Module) -> str:
-    """Return the parameter whose gradient is the first, as backward goes, that is not finite."""
-    for name, parameter in order_of_backward(model):
-        if parameter.grad is not None and not _is_finite(parameter.grad):
+def find_in_gradients(parts: Parts) -> str:
+    """Return the parameter whose gradient is the first, as backward goes, that is not finite.
+
+    Every rank looks at what it has of them; all ranks call this together.
+    """
+    named = parts.strategy.named_gradients()
+    bad = {name for name, gradient in named if not _is_finite(gradient)}
+    bad |= {name for names in _told(sorted(bad), parts) for name in names}
+    for name, _ in order_of_backward(parts.model):
+        if name in bad:
             return f"losses are finite, the gradient of {name} is not"
     return "losses are finite, and so is every gradient by now"
+
+
+def _told(mine: T, parts: Parts) -> list[T]:
+    """Return what every rank says, in the order of ranks; all ranks together."""
+    return [json.loads(text) for text in gather_text(json.dumps(mine), parts.channel)]
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def _shares(parts: Parts, done: int) -> Iterator[Share]:
     """
     num_samples, size = parts.source.num_samples, parts.channel.size
     share = -(-parts.config.batch // size)
-    length = -(-share // parts.config.pieces(share))
+    length = -(-share // parts.config.pieces(size))
     for index in range(parts.config.statistics_batches):
         start = (index * size + parts.channel.rank) * length
         positions = np.arange(start, start + length, dtype=np.int64) % num_samples

@@ -49,7 +49,7 @@ def accumulate(
     for group in parts.optimizer.param_groups:
         group["lr"] = lr  # before backward: a strategy may update as gradients arrive
     total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
-    last = parts.config.pieces(len(batch.inputs)) - 1
+    last = parts.config.pieces(parts.channel.size) - 1
     for micro, (inputs, targets) in enumerate(micro_batches(parts, batch)):
         parts.strategy.begin(step, micro, micro == last, lr)
         loss = _loss(parts, step, micro, inputs, targets) if len(inputs) else None
@@ -67,7 +67,7 @@ def accumulate(
 
 def micro_batches(parts: Parts, batch: LoadedShare) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the pieces of this rank's share, inputs and targets; some may be empty."""
-    pieces = parts.config.pieces(len(batch.inputs))
+    pieces = parts.config.pieces(parts.channel.size)
     return zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
 
 

@@ -16,6 +16,7 @@ from stretto.comm.algorithms.hierarchical_scatter import (
     hierarchical_all_gather,
     hierarchical_reduce_scatter,
 )
+from stretto.comm.algorithms.in_host import host_all_gather, host_reduce_scatter
 from stretto.comm.algorithms.masters import masters
 from stretto.comm.algorithms.native import native
 from stretto.comm.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
@@ -68,6 +69,12 @@ ALL_GATHER: Mapping[str, Algorithm] = {
 }
 """Every rank ends with the chunks of all; doubling takes the tensor whole, in one part."""
 
+HOST_REDUCE_SCATTER: Mapping[str, Algorithm] = {"ring": host_reduce_scatter}
+"""The i-th rank of every host ends with the sum, over all ranks, of the i-th rank's chunks."""
+
+HOST_ALL_GATHER: Mapping[str, Algorithm] = {"ring": host_all_gather}
+"""Every rank ends with the chunks of all ranks of its host."""
+
 BROADCAST: Mapping[str, Algorithm] = {
     "binomial": _flat(broadcast),
     "scatter-gather": _phased(scatter_gather),
@@ -78,6 +85,8 @@ __all__ = [
     "ALLREDUCE",
     "ALL_GATHER",
     "BROADCAST",
+    "HOST_ALL_GATHER",
+    "HOST_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "Algorithm",
     "binary_blocks",
@@ -92,6 +101,8 @@ __all__ = [
     "hierarchical",
     "hierarchical_all_gather",
     "hierarchical_reduce_scatter",
+    "host_all_gather",
+    "host_reduce_scatter",
     "masters",
     "native",
     "ring",

@@ -28,7 +28,7 @@ def hierarchical_reduce_scatter(mesh: Mesh, parts: int = 1) -> Schedule:
             _between(between.program(host), place, k, lane=1),
         )
 
-    whole = Schedule("hierarchical", mesh.size, mesh.size, program, period=k, turn=k)
+    whole = Schedule("hierarchical-reduce-scatter", mesh.size, mesh.size, program, period=k, turn=k)
     return sliced(whole, parts)
 
 
@@ -47,7 +47,7 @@ def hierarchical_all_gather(mesh: Mesh, parts: int = 1) -> Schedule:
             _inside(inside.program(place), host, k, m, lane=1),
         )
 
-    whole = Schedule("hierarchical", mesh.size, mesh.size, program, period=k, turn=k)
+    whole = Schedule("hierarchical-all-gather", mesh.size, mesh.size, program, period=k, turn=k)
     return sliced(whole, parts)
 
 

@@ -41,6 +41,8 @@ def diagram(schedule: Schedule, mesh: Mesh, collective: str) -> Diagram:
     name = printable(schedule.name)
     if len(name) > _LONGEST_NAME:
         name = name[: _LONGEST_NAME - 3] + "..."
+    if schedule.name.partition("/")[0] != collective:  # some are called what they carry out
+        name += f" {printable(collective)}"
     where = counted(mesh.size, "rank")
     if mesh.hosts > 1:
         where += f" on {counted(mesh.hosts, 'host')}"
@@ -49,8 +51,7 @@ def diagram(schedule: Schedule, mesh: Mesh, collective: str) -> Diagram:
         note = "the back end does this in one call of its own; drawn is what it is taken to do"
     listed = messages(schedule, MOST_MESSAGES)
     return Diagram(
-        f"{name} {printable(collective)} for {where}, the tensor in "
-        f"{counted(schedule.num_chunks, 'chunk')}",
+        f"{name} for {where}, the tensor in {counted(schedule.num_chunks, 'chunk')}",
         note,
         mesh,
         schedule.num_chunks,

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel
 from stretto.comm.courier import Courier
-from stretto.comm.shards import lay_unit
+from stretto.comm.shards import ALIGN, lay_unit
 from stretto.comm.small import add_up_, gather_text
 from stretto.errors import ConfigError
 from stretto.plan.value import Plan
@@ -48,7 +49,7 @@ def cut_up(
     _agree_on(plan, channel)
     ledger = Ledger(plan.slots.count)
     units = [_hold(config, channel, plan, index, unit, ledger) for index, unit in enumerate(found)]
-    carriage = Carriage(courier, channel.mesh, [held.storage for held in units], config.algorithm)
+    carriage = Carriage(courier, channel, [held.storage for held in units], config.algorithm)
     for held in units:
         held.storage.empty_gradients()
     norms = _shard_norms(units, channel) if by_layer else None
@@ -79,9 +80,22 @@ def _hold(
     own = unit.parameters[0].dtype
     compute = HALF[config.parameters] or own
     types = Types(compute, HALF[config.wire] or compute, _kept(own))
-    layout = lay_unit([p.numel() for p in unit.parameters], planned.blocks, channel.size)
-    storage = UnitStorage(unit.parameters, layout, planned.sharding, channel.rank, types, ledger)
+    ranks, rank, grain = channel.size, channel.rank, ALIGN
+    if planned.in_host:
+        hosts, ranks = channel.mesh.hosts, _per_host(channel.mesh)
+        rank, grain = rank % ranks, grain * hosts
+    layout = lay_unit([p.numel() for p in unit.parameters], planned.blocks, ranks, grain)
+    storage = UnitStorage(unit.parameters, layout, planned, rank, types, ledger)
     return Held(storage, Intake(storage), unit.spread)
+
+
+def _per_host(mesh: Mesh) -> int:
+    if len(set(mesh.ranks_per_host)) != 1:
+        raise ConfigError(
+            f"strategy.in_host: hosts have {', '.join(map(str, mesh.ranks_per_host))} ranks; a "
+            "unit that is shared out in each host needs hosts of equal size"
+        )
+    return mesh.ranks_per_host[0]
 
 
 def _kept(own: torch.dtype) -> torch.dtype:
@@ -91,14 +105,19 @@ def _kept(own: torch.dtype) -> torch.dtype:
 
 def _shard_norms(units: list[Held], channel: Channel) -> ShardNorms:
     layers: dict[torch.Tensor, int] = {}
-    split: list[bool] = []
+    counted: list[bool] = []
     for held in units:
-        first = len(split)
-        split += [held.storage.sharding.is_split] * len(held.storage.parameters)
+        first = len(counted)
+        counted += [counts_once(held.storage, channel)] * len(held.storage.parameters)
         layers.update({p.parameter: first + p.tensor for p in held.storage.pieces})
-    return ShardNorms(
-        layers,
-        # Of what every rank has all of, one rank's squares count.
-        [is_split or channel.rank == 0 for is_split in split],
-        lambda squares: add_up_(squares, channel),
-    )
+    return ShardNorms(layers, counted, lambda squares: add_up_(squares, channel))
+
+
+def counts_once(storage: UnitStorage, channel: Channel) -> bool:
+    """Say whether this rank's pieces of a unit count, where each element should count once.
+
+    Of what every rank has all of, rank 0's do; of what every host has, those of the first host.
+    """
+    if not storage.sharding.is_split:
+        return channel.rank == 0
+    return not storage.in_host or channel.rank < storage.layout.ranks

@@ -1,13 +1,19 @@
 """The messages of a plan on real tensors: an errand for each block's reduction and gather."""
 
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALL_GATHER, ALLREDUCE, REDUCE_SCATTER
+from stretto.comm.algorithms import (
+    ALL_GATHER,
+    ALLREDUCE,
+    HOST_ALL_GATHER,
+    HOST_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+)
 from stretto.comm.algorithms.table import parse_word
-from stretto.comm.channel import Pending
+from stretto.comm.channel import Channel, Finished, Pending, SharesNatively
 from stretto.comm.courier import Courier
 from stretto.comm.errand import Errand
 from stretto.comm.schedule import Schedule
@@ -21,42 +27,69 @@ _KNOWN = tuple(name for name in REDUCE_SCATTER if name in ALL_GATHER)
 
 
 class Carriage:
-    """Errands laid out once, run in every step."""
+    """Errands laid out once, run in every step; on a GPU, its back end's own messages."""
 
     def __init__(
-        self, courier: Courier, mesh: Mesh, units: Sequence[UnitStorage], algorithm: str
+        self, courier: Courier, channel: Channel, units: Sequence[UnitStorage], algorithm: str
     ) -> None:
-        self._courier = courier
-        self._mesh = mesh
+        self._courier, self._channel, self._mesh = courier, channel, channel.mesh
         self._algorithm = algorithm
+        self._units = units
+        on_gpu = units[0].flat.is_cuda and isinstance(channel, SharesNatively)
+        self._natively = [on_gpu and algorithm == AUTO and not unit.in_host for unit in units]
+        self._errands = self._lay_out()
+
+    def _lay_out(self) -> dict[tuple[int, int], tuple[Errand, Errand]]:
         jobs: list[tuple[Schedule, Tensor]] = []
-        for unit in units:
-            for block, gradient in zip(unit.layout.blocks, unit.gradients, strict=True):
-                whole = unit.flat[block.offset : block.offset + block.numel]
+        places: list[tuple[int, int]] = []
+        for index, unit in enumerate(self._units):
+            if self._natively[index]:
+                continue
+            for block, gradient in enumerate(unit.gradients):
+                places.append((index, block))
                 jobs.append((self._reducing(unit, gradient), gradient))
-                jobs.append((self._gathering(whole), whole))
+                jobs.append((self._gathering(unit, unit.whole(block)), unit.whole(block)))
+        if not jobs:
+            return {}
         schedules, tensors = zip(*jobs, strict=True)
-        errands = iter(courier.prepare_all(schedules, tensors))
-        self._errands: list[list[tuple[Errand, Errand]]] = [
-            [(next(errands), next(errands)) for _ in unit.layout.blocks] for unit in units
-        ]
+        errands = iter(self._courier.prepare_all(schedules, tensors))
+        return {place: (next(errands), next(errands)) for place in places}
 
     def reduce(self, unit: int, block: int) -> Pending:
         """Begin to sum a block's gradients."""
-        return self._courier.start(self._errands[unit][block][0])
+        if not self._natively[unit]:
+            return self._courier.start(self._errands[unit, block][0])
+        storage = self._units[unit]
+        gradient = storage.gradients[block]
+        if not gradient.numel():
+            return Finished(time.monotonic())
+        if not storage.sharding.is_split:
+            return self._channel.start_all_reduce(gradient)
+        assert isinstance(self._channel, SharesNatively)
+        return self._channel.start_reduce_scatter(gradient)
 
     def gather(self, unit: int, block: int) -> Pending:
         """Begin to make a block's parameters whole."""
-        return self._courier.start(self._errands[unit][block][1])
+        if not self._natively[unit]:
+            return self._courier.start(self._errands[unit, block][1])
+        whole = self._units[unit].whole(block)
+        if not whole.numel():
+            return Finished(time.monotonic())
+        assert isinstance(self._channel, SharesNatively)
+        return self._channel.start_all_gather(whole)
 
     def _reducing(self, unit: UnitStorage, tensor: Tensor) -> Schedule:
         name, parts = self._choice(tensor)
+        if unit.in_host:
+            return HOST_REDUCE_SCATTER["ring"](self._mesh, parts)
         if unit.sharding.is_split:
             return REDUCE_SCATTER[name](self._mesh, parts)
         return ALLREDUCE["hierarchical" if name == "hierarchical" else "ring"](self._mesh, parts)
 
-    def _gathering(self, tensor: Tensor) -> Schedule:
+    def _gathering(self, unit: UnitStorage, tensor: Tensor) -> Schedule:
         name, parts = self._choice(tensor)
+        if unit.in_host:
+            return HOST_ALL_GATHER["ring"](self._mesh, parts)
         return ALL_GATHER[name](self._mesh, parts)
 
     def _choice(self, tensor: Tensor) -> tuple[str, int]:

@@ -5,7 +5,8 @@ Backward passes that only accumulate are cycles, too, in which nothing is reduce
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from stretto.comm.channel import Pending
 from stretto.comm.reducer import Weights
 from stretto.errors import StrettoError
 from stretto.plan.value import Message, Plan, Sharding, What
+from stretto.strategy.sharded.aside import Aside, Here, Stream
 from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.dispatcher import Dispatcher, Task, Work
 from stretto.strategy.sharded.ledger import Ledger
@@ -35,6 +37,8 @@ class Engine:
         self.plan, self._slots, self._units = plan, plan.slots, units
         self._carriage, self._updates, self._ledger = carriage, updates, ledger
         self._weights = weights
+        device = units[0].storage.flat.device
+        self._aside: Aside = Stream(device) if device.type == "cuda" else Here()
         self.dispatcher = Dispatcher(plan, Work(self._carry, self._land))
         self.sound: Callable[[], bool] = lambda: True
         """Asked before a step's first update, where updates do not wait: may there be any?"""
@@ -45,7 +49,6 @@ class Engine:
         self._counts = False
         self._counted = -1
         self._left = [0] * len(units)
-        self._spread = [held.spread for held in units]
         self._complete_ones: set[int] = set()
         self._options: dict[int, Options] = {}
         self._sound_in: dict[int, bool] = {}
@@ -107,6 +110,8 @@ class Engine:
         """Take a gradient to where it travels from; the last one lets the unit go."""
         self._begin_backward()
         held = self._units[unit]
+        if not held.spread and self._slot < self._slots.backward(unit):
+            self.enter_backward(unit)  # a parameter that is used without a call of its module
         if unit in self._complete_ones:
             raise StrettoError(
                 f"a gradient of unit {unit} ({self.plan.units[unit].name}) came after the unit's "
@@ -125,7 +130,7 @@ class Engine:
     def _pass_over(self, slot: int) -> None:
         """Let units leave whose backward would have been before ``slot``: theirs did not run."""
         for unit, left in enumerate(self._left):
-            if left and self._slots.backward(unit) < slot and not self._spread[unit]:
+            if left and self._slots.backward(unit) < slot and not self._units[unit].spread:
                 self._complete(unit)
 
     def _take(self, held: Held, tensor: int) -> None:
@@ -163,6 +168,7 @@ class Engine:
     def make_whole(self) -> set[int]:
         """Drain, and gather whatever the coming forward has not; return what was gathered so."""
         self.dispatcher.drain(self._cycle)
+        self._aside.wait_for((m.what, m.unit, m.block) for m in self.plan.messages)
         borrowed: set[int] = set()
         for index, held in enumerate(self._units):
             tasks = self._gathers(index, self._cycle)
@@ -180,12 +186,14 @@ class Engine:
         if self._in_backward:
             return
         # A unit that did not run has not waited for its reduction.
-        self.dispatcher.require(Task(self._cycle, m) for m in self.plan.of(What.REDUCE))
+        self._require(Task(self._cycle, m) for m in self.plan.of(What.REDUCE))
         self._cycle += 1
         self._in_backward = True
         self._left = [len(held.storage.parameters) for held in self._units]
         self._counts = False
         self._complete_ones.clear()
+        self._slot = 0
+        self._ledger.enter(0)
         self.dispatcher.open_cycle(self._cycle)
         self.dispatcher.arrive(self._cycle, 0)
         if self._announced is not None:
@@ -209,7 +217,7 @@ class Engine:
     def _let_go_unused(self, unit: int) -> None:
         """Let a unit go whose backward did not run, or not whole, once it is all there."""
         came = self._gathers(unit, self._cycle - 1) + self._regathers(unit, self._cycle)
-        self.dispatcher.require(came)
+        self._require(came)
         self._let_go(unit)
 
     def _enter(self, slot: int) -> None:
@@ -217,7 +225,13 @@ class Engine:
         self._slot = slot
         self._ledger.enter(slot)
         self.dispatcher.arrive(self._cycle, 2 * slot)
-        self.dispatcher.require(Task(self._cycle_of(m), m) for m in self._dues[slot])
+        self._require(Task(self._cycle_of(m), m) for m in self._dues[slot])
+        self._aside.sweep()
+
+    def _require(self, tasks: Iterable[Task]) -> None:
+        wanted = list(tasks)
+        self.dispatcher.require(wanted)
+        self._aside.wait_for(task.key for task in wanted)
 
     def _cycle_of(self, message: Message, cycle: int | None = None) -> int:
         """Return where ``message``, due in ``cycle`` (by default this one), has its place."""
@@ -235,19 +249,27 @@ class Engine:
 
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
-        if what is What.REDUCE:
-            return self._carriage.reduce(unit, block)
         storage = self._units[unit].storage
-        storage.allocate()
-        storage.lay_chunks(block)
-        return self._carriage.gather(unit, block)
+        if what is not What.REDUCE:
+            storage.allocate()  # here: memory belongs to those who compute
+        with self._aside.after_now():
+            if what is What.REDUCE:
+                return self._carriage.reduce(unit, block)
+            storage.lay_chunks(block)
+            return self._carriage.gather(unit, block)
 
     def _land(self, task: Task) -> bool:
+        with self._aside.after_now():
+            updated = self._conclude(task)
+            self._aside.mark(task.key)
+        return updated
+
+    def _conclude(self, task: Task) -> bool:
         what, unit, block = task.key
         if what is not What.REDUCE:
             return False
         if self.plan.barrier:
-            self._hold(unit, block)
+            self._hold(task)
             return False
         arrived = self._arrived[unit]
         arrived.add(block)
@@ -258,8 +280,12 @@ class Engine:
         if self._is_sound(task.cycle):
             self._update(unit, blocks, self._options[task.cycle])
         for one in blocks:
-            self._units[unit].storage.drop_gradients(one)
+            self._give_back(task, unit, one)
         return True
+
+    def _give_back(self, task: Task, unit: int, block: int) -> None:
+        drop = partial(self._units[unit].storage.drop_gradients, block)
+        self._aside.give_back(task.key, drop)
 
     def judge(self, *, sound: bool) -> None:
         """Say whether the step whose backward is over may change anything."""
@@ -286,15 +312,16 @@ class Engine:
                 storage.lay_chunks(block)
 
     @torch.no_grad()
-    def _hold(self, unit: int, block: int) -> None:
+    def _hold(self, task: Task) -> None:
         """Keep a block's sums for an update that waits for all of them."""
+        _, unit, block = task.key
         storage = self._units[unit].storage
         in_place = storage.sharding in (Sharding.DP, Sharding.ZERO1)
         copies = self._updates.hand_over(unit, block, self._weights.total(), copy=not in_place)
         self._ledger.take("reduced gradients", sum(copy.nbytes for copy in copies))
         self._copies += copies
         if copies:
-            storage.drop_gradients(block)
+            self._give_back(task, unit, block)
 
     def release(self) -> None:
         """Let go what was held for the update, which is over, and let gathers begin."""

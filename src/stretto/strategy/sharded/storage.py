@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.comm.shards import BlockLayout, UnitLayout
-from stretto.plan.value import Sharding
+from stretto.plan.value import Sharding, Unit
 from stretto.strategy.sharded.ledger import Ledger
 
 
@@ -49,14 +49,15 @@ class UnitStorage:
         self,
         parameters: Sequence[nn.Parameter],
         layout: UnitLayout,
-        sharding: Sharding,
+        planned: Unit,
         rank: int,
         types: Types,
         ledger: Ledger,
     ) -> None:
         self.parameters = tuple(parameters)
         self.shapes = [parameter.shape for parameter in self.parameters]
-        self.layout, self.sharding, self.rank, self.types = layout, sharding, rank, types
+        self.layout, self.rank, self.types = layout, rank, types
+        self.sharding, self.in_host = planned.sharding, planned.in_host
         self._ledger = ledger
         device = self.parameters[0].device
         self.flat = torch.zeros(layout.numel, dtype=types.compute, device=device)
@@ -108,6 +109,11 @@ class UnitStorage:
 
     def _owned_blocks(self) -> Iterator[tuple[int, BlockLayout]]:
         return ((owner, block) for block in self.layout.blocks for owner in self.owners)
+
+    def whole(self, index: int) -> Tensor:
+        """Return block ``index`` of the whole parameters, which must be there."""
+        block = self.layout.blocks[index]
+        return self.flat[block.offset : block.offset + block.numel]
 
     def chunk(self, flat: Tensor, block: BlockLayout, owner: int) -> Tensor:
         """Return the chunk of ``owner`` in the unit's ``flat`` tensor."""

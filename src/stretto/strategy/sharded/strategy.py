@@ -18,7 +18,7 @@ from stretto.plan.value import Plan
 from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.buffers import Buffers
 from stretto.strategy.sample_weights import SampleWeights
-from stretto.strategy.sharded.assembly import Assembled, cut_up
+from stretto.strategy.sharded.assembly import Assembled, counts_once, cut_up
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.engine import Engine
 from stretto.strategy.sharded.hooks import Hooks
@@ -96,7 +96,8 @@ class Sharded:
                 plan, cut.units, cut.carriage, cut.updates, cut.ledger, self._weights
             )
             self._engine.sound = lambda: self.sound()
-            self._engine.dispatcher.inline = self.inline
+            # On a GPU to wait is to queue: no thread is needed for it.
+            self._engine.dispatcher.inline = self.inline or cut.units[0].storage.flat.is_cuda
             if not plan.barrier:
                 cut.updates.hide()
         if self._whole:
@@ -168,7 +169,7 @@ class Sharded:
         """Return the norm of all gradients; all ranks together."""
         squares = torch.zeros(1, dtype=torch.float64)
         for held in self._cut.units:
-            if held.storage.sharding.is_split or self._channel.rank == 0:
+            if counts_once(held.storage, self._channel):
                 mine = [
                     p.parameter.grad for p in held.storage.pieces if p.parameter.grad is not None
                 ]

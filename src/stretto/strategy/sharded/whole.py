@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stretto.comm.algorithms import ring_all_gather
+from stretto.comm.algorithms import ALL_GATHER, host_all_gather
 from stretto.comm.channel import Channel
 from stretto.comm.execute import execute
 from stretto.comm.small import gather_text
@@ -120,6 +120,7 @@ def _gathered(
     if storage.sharding.is_split:
         for block in layout.blocks:
             part = flat[block.offset : block.offset + block.numel]
-            execute(ring_all_gather(channel.size), part, channel)
+            gather = host_all_gather if storage.in_host else ALL_GATHER["ring"]
+            execute(gather(channel.mesh, 1), part, channel)
     for index, (offset, shape) in enumerate(zip(layout.offsets, storage.shapes, strict=True)):
         yield index, flat[offset : offset + shape.numel()].view(shape).clone()
