@@ -110,12 +110,12 @@ def initial(name):
 
 
 @cache
-def samples(name):
+def samples(name, device="cpu"):
     generator = torch.Generator().manual_seed(5)
     if name == "gpt":
-        tokens = torch.randint(11, (STEPS, BATCH, 7), generator=generator)
+        tokens = torch.randint(11, (STEPS, BATCH, 7), generator=generator).to(device)
         return tokens[..., :-1], tokens[..., 1:]
-    x = torch.randn(STEPS, BATCH, 6, dtype=torch.float64, generator=generator)
+    x = torch.randn(STEPS, BATCH, 6, dtype=torch.float64, generator=generator).to(device)
     return x, (x[..., 0] * x[..., 1] > 0).long()
 
 
@@ -140,14 +140,14 @@ def reference(name, optim, clip=None):
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def run_plan(channel, name, optim, config, micros=1, clip=None, told=None):
+def run_plan(channel, name, optim, config, micros=1, clip=None, device="cpu"):
     """Train as the loop does; return this rank's shares of the losses, and whole parameters."""
     strategy = Sharded(config, channel)
     strategy.reads_gradients = clip is not None
-    model = copy.deepcopy(initial(name))
+    model = copy.deepcopy(initial(name)).to(device)
     model, optimizer = strategy.attach(model, make_optimizer(OPTIMIZERS[optim], model))
     losses = []
-    for step, (inputs, targets) in enumerate(zip(*samples(name), strict=True)):
+    for step, (inputs, targets) in enumerate(zip(*samples(name, device), strict=True)):
         mine = slice(
             channel.rank * BATCH // channel.size, (channel.rank + 1) * BATCH // channel.size
         )
@@ -169,9 +169,7 @@ def run_plan(channel, name, optim, config, micros=1, clip=None, told=None):
         strategy.after_update()
         losses.append(total)
     strategy.settle()
-    parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-    if told is not None:
-        told(strategy)
+    parameters = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}
     strategy.close()
     return losses, parameters
 

@@ -1,0 +1,29 @@
+"""Sharded plans on a GPU: several NCCL ranks compute what one rank does, and keep what is said."""
+
+import sys
+
+import pytest
+import torch
+
+from tests.gpu.test_nccl import on_one_gpu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+
+RANK = [sys.executable, "tests/gpu/sharded_rank.py"]
+
+
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 1), (2, 2), (4, 1)])
+def test_every_plan_trains_as_one_rank(hosts, per_host):
+    code, out, said = on_one_gpu(hosts, per_host, [*RANK, "check_plans"], limit_s=300)
+    assert code == 0, said
+    assert out.splitlines()[-1] == "check_plans held"
+
+
+def test_the_allocator_keeps_what_the_plan_says():
+    code, out, said = on_one_gpu(2, 1, [*RANK, "check_allocator"], limit_s=200)
+    assert code == 0, out + said
+    assert out.splitlines()[-1] == "check_allocator held"
