@@ -1,4 +1,4 @@
-"""One of several NCCL ranks: sharded plans on a GPU against one rank on the CPU, and their memory."""
+"""One of several NCCL ranks: sharded plans against one rank on the CPU, and their memory."""
 
 import copy
 import gc

@@ -1,12 +1,13 @@
 """Any valid plan computes what one rank computes: whatever is cut up, and whenever it travels."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 
+from stretto.checkpoint import flatten_optimizer, restore_optimizer_
 from stretto.cluster.world import Mesh
 from stretto.comm.local import run_local
 from stretto.comm.recording import RecordingChannel
@@ -276,3 +277,52 @@ def test_the_ledger_is_never_above_the_worst_that_was_predicted(plan):
     initial("gpt")
     for peaks, _, worst in peaks_of(ShardedConfig(plan=plan, unit=0), inline=False, reads=False):
         assert all(peak <= most for peak, most in zip(peaks, worst, strict=True))
+
+
+KEPT = ["ddp", "zero1", "zero2", "zero3"]
+
+
+def two_steps_and_one(channel, plan, saved=None):
+    """Train two steps, or take up what was saved; return the state, and the next step's loss."""
+    strategy = Sharded(ShardedConfig(plan=plan, unit=0), channel)
+    model = copy.deepcopy(initial("unet"))
+    model, _ = strategy.attach(model, make_optimizer(OPTIMIZERS["adamw"], model))
+    named = dict(model.named_parameters())
+    inputs, targets = samples("unet")
+    mine = slice(channel.rank * BATCH // channel.size, (channel.rank + 1) * BATCH // channel.size)
+
+    def step(index):
+        strategy.begin(index, 0, True, 0.0)
+        loss = loss_of(model, inputs[index][mine], targets[index][mine]) / BATCH
+        loss.backward()
+        strategy.after_backward()
+        strategy.after_update()
+        return float(loss.detach())
+
+    if saved is None:
+        step(0)
+        step(1)
+        strategy.settle()
+        tensors, facts = flatten_optimizer(strategy.whole_optimizer(), named)
+        state = {n: t.clone() for n, t in model.state_dict().items()}, tensors, facts
+    else:
+        state = saved
+        model.load_state_dict(saved[0])
+        whole = strategy.whole_optimizer()
+        restore_optimizer_(whole, named, saved[1], saved[2])
+        strategy.take_optimizer(whole)
+    loss = step(2)
+    strategy.close()
+    return state, loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("plan", KEPT)
+def test_what_one_plan_saves_another_takes_up_at_any_number_of_ranks(plan, ranks):
+    initial("unet")
+    first = run_local(ranks, lambda channel: two_steps_and_one(channel, plan))
+    saved, expected = first[0][0], sum(loss for _, loss in first)
+    for index, other in enumerate(KEPT):
+        size = 1 + (ranks + index) % 4
+        after = run_local(size, partial(two_steps_and_one, plan=other, saved=saved))
+        assert sum(loss for _, loss in after) == pytest.approx(expected, abs=1e-12)

@@ -9,6 +9,7 @@ import pytest
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
 KEYS = {"case", "ours_s", "peer", "peer_s", "bound_s", "runs", "spread"}
+KEYS |= {"ours_bytes", "peer_bytes"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
 
 
@@ -30,10 +31,27 @@ def bench(*arguments: str) -> list[dict]:
 
 def test_a_step_is_timed_against_ddp_at_every_bucket_size():
     rows = bench("step", "model.blocks=1", "model.width=32", "--runs", "2")
+    alone = next(row for row in rows if row["peer"] == "no communication")
+    # DDP keeps its buckets beside the parameters, and so do we; nothing else is large.
+    assert all(row["ours_bytes"] > alone["peer_bytes"] > 1e6 for row in rows)
+    ddp_bytes = {row["peer_bytes"] for row in rows if row["peer"].startswith("ddp")}
+    assert max(ddp_bytes) < 1.01 * min(ddp_bytes) < 1.02 * alone["ours_bytes"]
     assert all(row["runs"] == 2 for row in rows)
     assert len([row for row in rows if row["peer"].startswith("ddp")]) == 5
     tuned = [row for row in rows if row["peer"].endswith("(tuned)")]
     assert tuned[0]["peer_s"] == min(r["peer_s"] for r in rows if r["peer"].startswith("ddp"))
+
+
+def test_a_sharded_step_is_timed_against_fsdp2_that_lets_go_and_that_keeps():
+    settings = ["strategy.kind=sharded", "strategy.plan=zero3", "strategy.unit=10KB"]
+    small = ["model.blocks=6", "model.width=64", "model.context=8"]
+    rows = bench("step", *settings, *small, "--peers", "fsdp2", "--runs", "1")
+    by_peer = {row["peer"]: row for row in rows}
+    assert set(by_peer) == {"no communication", "fsdp2 resharding", "fsdp2 keeping"}
+    assert all(row["case"].endswith("1x2, zero3") for row in rows)
+    let_go, kept = by_peer["fsdp2 resharding"]["peer_bytes"], by_peer["fsdp2 keeping"]["peer_bytes"]
+    assert let_go < kept
+    assert rows[0]["ours_bytes"] < kept
 
 
 def test_one_rank_alone_is_told_how_to_start_more():

@@ -27,6 +27,11 @@ SETTINGS = [
     "train.save_every=2",
     "optim.lr=0.01",
 ]
+SHARDED = ["strategy.kind=sharded", "strategy.unit=100"]
+STRATEGIES = [[], [*SHARDED, "strategy.plan=zero3"], [*SHARDED, "strategy.plan=dear"]]
+by_all_strategies = pytest.mark.parametrize(
+    "strategy", STRATEGIES, ids=["allreduce", "zero3", "dear"]
+)
 SIZE, BAD_RANK = 3, 1
 NAN = float("nan")
 
@@ -85,21 +90,23 @@ def _spoil(model, where, now):
         layer.weight.register_hook(lambda grad: grad * float("inf") if now() else grad)
 
 
-def test_by_default_the_run_ends_and_every_rank_names_the_same_layer_and_step(tmp_path):
-    run = Run(tmp_path / "bad", bad_steps=[5])
+@by_all_strategies
+def test_by_default_the_run_ends_and_every_rank_names_the_same_layer_and_step(strategy, tmp_path):
+    run = Run(tmp_path / "bad", *strategy, bad_steps=[5])
     assert len(set(run.said)) == 1
     assert "step 6 is not finite: rank 1: layer blocks.1.0 (Conv2d)" in run.said[0]
     run.check_whole()
     # Nothing is lost: what was saved are five good steps.
     saved = load_newest(tmp_path / "bad" / "run" / "checkpoints", log=pytest.fail)
     assert saved.step == 5
-    good = Run(tmp_path / "good", "train.steps=5")
+    good = Run(tmp_path / "good", *strategy, "train.steps=5")
     assert torch.equal(run.weights(), good.weights())
 
 
+@by_all_strategies
 @pytest.mark.parametrize("spoil", ["forward", "backward"])
-def test_a_step_may_be_left_out_by_all(spoil, tmp_path):
-    run = Run(tmp_path, 'train.not_finite="skip"', bad_steps=[5], spoil=spoil)
+def test_a_step_may_be_left_out_by_all(spoil, strategy, tmp_path):
+    run = Run(tmp_path, *strategy, 'train.not_finite="skip"', bad_steps=[5], spoil=spoil)
     assert run.said == [""] * SIZE
     run.check_whole()
     ((step, reason),) = run.left_out
@@ -108,9 +115,10 @@ def test_a_step_may_be_left_out_by_all(spoil, tmp_path):
     assert where in reason
 
 
-def test_rolled_back_it_leaves_the_step_out_on_its_second_way(tmp_path):
-    skipped = Run(tmp_path / "skip", 'train.not_finite="skip"', bad_steps=[5])
-    rolled = Run(tmp_path / "back", 'train.not_finite="rollback"', bad_steps=[5])
+@by_all_strategies
+def test_rolled_back_it_leaves_the_step_out_on_its_second_way(strategy, tmp_path):
+    skipped = Run(tmp_path / "skip", *strategy, 'train.not_finite="skip"', bad_steps=[5])
+    rolled = Run(tmp_path / "back", *strategy, 'train.not_finite="rollback"', bad_steps=[5])
     assert rolled.said == [""] * SIZE
     assert "back to the checkpoint of step 4" in rolled.left_out[0][1]
     # Steps are functions of the step: the way is the same as that of a run that skips.
@@ -130,8 +138,11 @@ def test_patience_has_a_limit(tmp_path):
     assert "step 6 is not finite (3 such steps)" in run.said[0]
 
 
-def test_an_overflow_of_fp16_on_one_rank_leaves_the_step_out_on_all(tmp_path):
-    run = Run(tmp_path / "fp16", 'train.precision="fp16"', bad_steps=[5], spoil="backward")
+@by_all_strategies
+def test_an_overflow_of_fp16_on_one_rank_leaves_the_step_out_on_all(strategy, tmp_path):
+    run = Run(
+        tmp_path / "fp16", *strategy, 'train.precision="fp16"', bad_steps=[5], spoil="backward"
+    )
     assert run.said == [""] * SIZE
     assert run.left_out == [(6, "overflow at a loss scale of 65536, now 32768")]
     assert [scale.value for scale in run.scales] == [32768.0] * SIZE
