@@ -16,6 +16,7 @@ from stretto.model.loss import per_sample_loss
 from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
 from stretto.plan.memory import Widths, holding, logical_curve, worst_curve
 from stretto.plan.presets import PRESETS
+from stretto.strategy.distribute import distribute, settle
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.strategy import Sharded
 
@@ -326,3 +327,32 @@ def test_what_one_plan_saves_another_takes_up_at_any_number_of_ranks(plan, ranks
         size = 1 + (ranks + index) % 4
         after = run_local(size, partial(two_steps_and_one, plan=other, saved=saved))
         assert sum(loss for _, loss in after) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of the framework's compiler
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "random 12"])
+def test_in_an_ordinary_loop_it_trains_as_one_rank(plan, compiled):
+    """Batches of unequal size, evaluation between steps; units compiled by the framework."""
+    expected = reference("gpt", "adamw")
+
+    def work(channel):
+        model = copy.deepcopy(initial("gpt"))
+        making = make_optimizer(OPTIMIZERS["adamw"], model)
+        config = ShardedConfig(plan=plan, unit=0)
+        model, optimizer = distribute(model, making, config, channel=channel)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager")
+        mine = slice(0, 3) if channel.rank == 0 else slice(3, BATCH)
+        for inputs, targets in zip(*samples("gpt"), strict=True):
+            per_sample_loss(model(inputs[mine]), targets[mine]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            settle(model)
+            with torch.no_grad():
+                model(inputs)
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    for parameters in run_local(2, work):
+        for name, value in expected[1].items():
+            torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-10, msg=name)

@@ -13,6 +13,7 @@ from stretto.comm.shards import ALIGN, lay_unit
 from stretto.comm.small import add_up_, gather_text
 from stretto.errors import ConfigError
 from stretto.plan.value import Plan
+from stretto.strategy.sharded.assumptions import refuse_shared_storage
 from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.config import HALF, ShardedConfig, plan_for, units_of
 from stretto.strategy.sharded.intake import Intake
@@ -45,6 +46,7 @@ def cut_up(
     refuse_unfit(optimizer)
     by_layer = hasattr(optimizer, "norms")
     found = units_of(config, model)
+    refuse_shared_storage(found)
     plan = plan_for(config, found, whole_layers=by_layer)
     _agree_on(plan, channel)
     ledger = Ledger(plan.slots.count)

@@ -147,6 +147,13 @@ class UnitStorage:
             parameter.data = view
         self.live = True
 
+    def moved(self) -> int | None:
+        """Return a parameter that somebody has given other memory, if there is one."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.data_ptr() != view.data_ptr():
+                return index
+        return None
+
     def let_go(self) -> None:
         """Let whole parameters go; this rank's chunks stay."""
         if not self.live or not self.sharding.is_freed:

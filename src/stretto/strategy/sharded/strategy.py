@@ -19,6 +19,7 @@ from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.buffers import Buffers
 from stretto.strategy.sample_weights import SampleWeights
 from stretto.strategy.sharded.assembly import Assembled, counts_once, cut_up
+from stretto.strategy.sharded.assumptions import Owners
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.engine import Engine
 from stretto.strategy.sharded.hooks import Hooks
@@ -63,6 +64,7 @@ class Sharded:
         self._buffers = Buffers(model)
         optimizer = make_optimizer(model.parameters())
         self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer)
+        self._owners = Owners(model, self._cut.model_units)
         self._borrowed = self._freed()
         self._hooks = Hooks(self._cut.model_units, self)
         for unit, planned in zip(self._cut.model_units, self._cut.plan.units, strict=True):
@@ -110,10 +112,20 @@ class Sharded:
         if torch.is_grad_enabled():
             self._close_step()
             self._running().enter_forward(unit)
+            self._refuse_moved(unit)
         elif not self._whole:
             raise StrettoError(
                 "the model is cut up, and was called without gradients: settle it first "
                 "(stretto.settle(model)), on all ranks together"
+            )
+
+    def _refuse_moved(self, unit: int) -> None:
+        moved = self._cut.units[unit].storage.moved()
+        if moved is not None:
+            raise StrettoError(
+                f"parameter {self._cut.model_units[unit].names[moved]} was given other memory "
+                "(.data = ..., or .to(...)) after the model was distributed: write into it (copy_) "
+                "between settle and the next step instead"
             )
 
     def leave_forward(self, unit: int) -> None:
@@ -132,8 +144,12 @@ class Sharded:
     def begin(self, step: int, micro: int, last_micro: bool, lr: float) -> None:
         """Note whether the coming backward completes the step's gradients."""
         self._close_step()
-        self._running().announce(last=last_micro)
+        if micro == 0:
+            self._owners.check()
         self._weights.begin()
+        if last_micro:
+            self._weights.start(self._channel)
+        self._running().announce(last=last_micro)
 
     def after_backward(self, *, update: bool = True) -> Agreed:
         """Let what backward left go; where somebody reads gradients, wait for all of them."""
