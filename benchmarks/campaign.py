@@ -15,6 +15,7 @@ CAMPAIGNS = {
     "rank_stops": ["python", "-m", "benchmarks.rank_stops", "--count", "20", "--seed", "7"],
     "images": ["python", "-m", "benchmarks.images"],
     "recipes": ["python", "-m", "benchmarks.recipes"],
+    "plans": ["python", "-m", "benchmarks.plans"],
 }
 
 

@@ -29,6 +29,7 @@ from stretto.strategy import (
     check_strategy,
     chosen_settings,
 )
+from stretto.strategy.sharded.units import called_modules
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers
@@ -97,6 +98,8 @@ class Prepared:
     source: Source
     test_source: Source
     model: nn.Module
+    calls: tuple[str, ...] | None = None
+    """The modules that a forward calls, in the order of their first calls, where it was seen."""
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -116,9 +119,9 @@ def prepare(config: RunConfig) -> Prepared:
     _check_classes(config, source)
     derived_for(config, source.num_samples)
     model = build_model(config.model, config.run.seed)
-    _check_fit(config, model, source)
-    check_strategy(config.strategy, model)
-    return Prepared(source, open_source(config.data, train=False), model)
+    calls = called_modules(model, lambda: _check_fit(config, model, source))
+    check_strategy(config.strategy, model, calls)
+    return Prepared(source, open_source(config.data, train=False), model, calls)
 
 
 def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Loaded[RunConfig]:
@@ -173,7 +176,7 @@ def assemble(
     """Put together everything the loop needs; all ranks call this together."""
     config = loaded.config
     recorder = Recorder(world.rank)
-    strategy = build_strategy(config.strategy, channel, recorder)
+    strategy = build_strategy(config.strategy, channel, recorder, calls=prepared.calls)
     derived = derived_for(config, prepared.source.num_samples)
     making = make_optimizer(config.optim, prepared.model, peak_lr=derived.lr)
     model, optimizer = strategy.attach(prepared.model, making)

@@ -1,5 +1,6 @@
 """How the ranks stay one model, chosen by one word."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -30,24 +31,28 @@ def build_strategy(
     recorder: Recorder | None = None,
     *,
     weigh_samples: bool = False,
+    calls: Sequence[str] | None = None,
 ) -> Strategy:
     """Return the strategy that ``config`` names, talking over ``channel``.
 
-    ``weigh_samples`` is for a loop whose loss is a mean over the local batch.
+    ``weigh_samples`` is for a loop whose loss is a mean over the local batch; ``calls`` are the
+    modules that a forward calls, in order, where somebody has seen one.
     """
     if isinstance(config, ShardedConfig):
-        return Sharded(config, channel, recorder, weigh_samples=weigh_samples)
+        sharded = Sharded(config, channel, recorder, weigh_samples=weigh_samples)
+        sharded.calls = calls
+        return sharded
     return AllReduce(config, channel, recorder, weigh_samples=weigh_samples)
 
 
-def check_strategy(config: AnyStrategyConfig, model: nn.Module) -> None:
+def check_strategy(config: AnyStrategyConfig, model: nn.Module, calls: Sequence[str]) -> None:
     """Find mistakes before anything starts.
 
     Raises:
         ConfigError: A file that is named is missing or wrong, or does not fit the model.
     """
     if isinstance(config, ShardedConfig):
-        checked_plan(config, model)
+        checked_plan(config, model, calls)
     else:
         config.description()
         bucket_cuts(config, model)

@@ -1,5 +1,6 @@
 """From a model, its optimizer and a config to everything that the sharded strategy works with."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,11 +42,12 @@ def cut_up(
     courier: Courier,
     model: nn.Module,
     optimizer: Optimizer,
+    calls: Sequence[str] | None,
 ) -> Assembled:
     """Cut ``model`` up as its plan says; all ranks together, with equal models."""
     refuse_unfit(optimizer)
     by_layer = hasattr(optimizer, "norms")
-    found = units_of(config, model)
+    found = units_of(config, model, calls)
     refuse_shared_storage(found)
     plan = plan_for(config, found, whole_layers=by_layer)
     _agree_on(plan, channel)

@@ -50,14 +50,18 @@ class ShardedConfig(Config):
     """What parameters are gathered and used as; updates are made in their own type."""
 
 
-def checked_plan(config: ShardedConfig, model: nn.Module) -> Plan:
+def checked_plan(
+    config: ShardedConfig, model: nn.Module, calls: Sequence[str] | None = None
+) -> Plan:
     """Return the plan of ``model``, whatever its optimizer."""
-    return plan_for(config, units_of(config, model), whole_layers=False)
+    return plan_for(config, units_of(config, model, calls), whole_layers=False)
 
 
-def units_of(config: ShardedConfig, model: nn.Module) -> list[ModelUnit]:
-    """Return the units that a run of ``model`` has."""
-    return find_units(model, config.unit // _element_bytes(model))
+def units_of(
+    config: ShardedConfig, model: nn.Module, calls: Sequence[str] | None = None
+) -> list[ModelUnit]:
+    """Return the units that a run of ``model`` has, which calls its modules as ``calls`` say."""
+    return find_units(model, config.unit // _element_bytes(model), calls)
 
 
 def _element_bytes(model: nn.Module) -> int:

@@ -50,6 +50,7 @@ class Engine:
         self._counted = -1
         self._left = [0] * len(units)
         self._complete_ones: set[int] = set()
+        self._entered: set[int] = set()
         self._options: dict[int, Options] = {}
         self._sound_in: dict[int, bool] = {}
         self._arrived: dict[int, set[int]] = defaultdict(set)
@@ -83,6 +84,7 @@ class Engine:
         """Wait for a unit's parameters."""
         if self._in_backward:
             self.end_backward()
+        self._entered.add(unit)
         slot = self._slots.forward(unit)
         self._enter(slot)
         if not self._units[unit].storage.live:
@@ -101,7 +103,8 @@ class Engine:
     def enter_backward(self, unit: int) -> None:
         """Wait for a unit's parameters, and make room for its gradients."""
         self._begin_backward()
-        self._pass_over(self._slots.backward(unit))
+        if self._dues[self._slots.backward(unit)]:
+            self._pass_over(self._slots.backward(unit))
         self._enter(self._slots.backward(unit))
         if self._counts:
             self._units[unit].storage.room_for_gradients()
@@ -112,6 +115,12 @@ class Engine:
         held = self._units[unit]
         if not held.spread and self._slot < self._slots.backward(unit):
             self.enter_backward(unit)  # a parameter that is used without a call of its module
+        if unit not in self._entered:
+            raise StrettoError(
+                f"unit {unit} ({self.plan.units[unit].name}) has a gradient, but its module was "
+                "not called: its parameters were used before they were there. Call the module, or "
+                "set strategy.unit so high that it is joined to the one before it"
+            )
         if unit in self._complete_ones:
             raise StrettoError(
                 f"a gradient of unit {unit} ({self.plan.units[unit].name}) came after the unit's "
@@ -128,7 +137,7 @@ class Engine:
                 self.dispatcher.arrive(self._cycle, 2 * self._slot + 1)
 
     def _pass_over(self, slot: int) -> None:
-        """Let units leave whose backward would have been before ``slot``: theirs did not run."""
+        """Let units leave whose backward would have been before ``slot``, which waits for some."""
         for unit, left in enumerate(self._left):
             if left and self._slots.backward(unit) < slot and not self._units[unit].spread:
                 self._complete(unit)
@@ -158,6 +167,7 @@ class Engine:
         for index in reversed(range(len(self._units))):
             self._complete(index)
         self._in_backward = False
+        self._entered.clear()
         self._enter(self._slots.update)
         for index, left in enumerate(self._left):
             if left:

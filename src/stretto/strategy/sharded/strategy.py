@@ -1,6 +1,6 @@
 """The sharded strategy: parameters, gradients and optimizer state cut up as a plan says."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Sharded:
         self.sound: Callable[[], bool] = lambda: True
         self.inline = False
         """Whether every message is waited for at once: for those who count memory, not time."""
+        self.calls: Sequence[str] | None = None
+        """The modules that a forward calls, in order, where that is known before `attach`."""
         self._config, self._channel = config, channel
         self._recorder = recorder or Recorder(channel.rank)
         self._courier = Courier(channel)
@@ -63,7 +65,7 @@ class Sharded:
             self._weights = SampleWeights(model)
         self._buffers = Buffers(model)
         optimizer = make_optimizer(model.parameters())
-        self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer)
+        self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer, self.calls)
         self._owners = Owners(model, self._cut.model_units)
         self._borrowed = self._freed()
         self._hooks = Hooks(self._cut.model_units, self)

@@ -1,14 +1,17 @@
 """A model's units: stretches of it that are gathered, used and reduced as one.
 
-Without a plan that names them, the children of containers (`nn.Sequential`, `nn.ModuleList`) are
-units, and so is whatever stands beside them; small neighbours are joined. They are taken to run in
-the order in which they were registered.
+The children of containers (`nn.Sequential`, `nn.ModuleList`) are units, and so is whatever stands
+beside them; small neighbours are joined. They are taken to run in the order in which they were
+registered. Where somebody has seen a forward (`called_modules`), units have the order of that one;
+the last one, at which all wait for the last gather and the first gradient, is cut finer; and what
+was used without a call of its module belongs to the module around it.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import nn
 
@@ -46,8 +49,43 @@ class ModelUnit:
         return Shape(self.name, self.numel, self.used_often)
 
 
-def find_units(model: nn.Module, least_numel: int = 0) -> list[ModelUnit]:
+class _Part(NamedTuple):
+    """A module, or what is its own in it."""
+
+    name: str
+    module: nn.Module
+    own_only: bool = False
+    around: nn.Module | None = None
+    """The module that is called, where this one is used without a call."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(p.numel() for p in self.module.parameters(recurse=not self.own_only))
+
+
+def called_modules(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
+    """Return the names of the modules that ``run`` calls, in the order of their first call."""
+    called: dict[str, None] = {}
+
+    def note(name: str) -> Callable[[nn.Module, object], None]:
+        return lambda _module, _inputs: called.setdefault(name)
+
+    hooks = [m.register_forward_pre_hook(note(name)) for name, m in model.named_modules()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(called)
+
+
+def find_units(
+    model: nn.Module, least_numel: int = 0, calls: Sequence[str] | None = None
+) -> list[ModelUnit]:
     """Return the units of ``model`` in order, none below ``least_numel`` that has a neighbour.
+
+    ``calls`` are the modules that a forward calls; without them, nothing is known of their order.
 
     Raises:
         ConfigError: There is nothing to train, or what is there cannot be cut into units.
@@ -55,44 +93,107 @@ def find_units(model: nn.Module, least_numel: int = 0) -> list[ModelUnit]:
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     if not names:
         raise ConfigError("the model has no trainable parameter: there is nothing to shard")
+    parts = list(_parts(_Part("", model), sum(p.numel() for p in model.parameters())))
+    tail = 0
+    if calls is not None:
+        parts, tail = _as_called(model, parts, calls, least_numel)
+    found, tail = _owned(parts, names, tail)
+    fine = len(found) - tail
+    joined = _joined(found[:fine], least_numel) + _joined(found[fine:], least_numel // 8)
+    return _checked(joined)
+
+
+def _owned(parts: list[_Part], names: Mapping[int, str], tail: int) -> tuple[list[ModelUnit], int]:
+    """Return a unit for each part that owns something, and how many of them are the last parts'."""
     owners: dict[int, int] = {}
     found: list[ModelUnit] = []
     shared: set[int] = set()
-    for name, module, own_only in _pieces(model, "", sum(p.numel() for p in model.parameters())):
+    for position, part in enumerate(parts):
         parameters: list[nn.Parameter] = []
-        for parameter in module.parameters(recurse=not own_only):
-            if id(parameter) not in names:
-                continue
+        for parameter in part.module.parameters(recurse=not part.own_only):
             if id(parameter) in owners:
                 shared.add(owners[id(parameter)])
-                continue
-            owners[id(parameter)] = len(found)
-            parameters.append(parameter)
+            elif id(parameter) in names:
+                owners[id(parameter)] = len(found)
+                parameters.append(parameter)
         if parameters:
             told = tuple(names[id(p)] for p in parameters)
-            found.append(ModelUnit(name, (module,), tuple(parameters), told, own_only, own_only))
-    marked = [_marked(unit, index in shared) for index, unit in enumerate(found)]
-    return _checked(_joined(marked, least_numel))
+            spread, name = part.own_only or part.around is not None, part.name
+            unit = ModelUnit(
+                name or type(part.module).__name__,
+                (part.around or part.module,),
+                tuple(parameters),
+                told,
+                spread,
+                spread,
+            )
+            found.append(unit)
+        elif position >= len(parts) - tail:
+            tail -= 1
+    marked = [
+        replace(unit, used_often=unit.used_often or index in shared)
+        for index, unit in enumerate(found)
+    ]
+    return marked, tail
 
 
-def _pieces(
-    module: nn.Module, name: str, total: int, repeated: bool = False
-) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield name, module and whether only its own parameters are meant."""
-    root, container = not name, isinstance(module, _CONTAINERS)
-    if not (root or container or (not repeated and _is_large(module, total))):
-        yield name, module, False
+def _parts(part: _Part, total: int, repeated: bool = False) -> Iterator[_Part]:
+    name, module = part.name, part.module
+    container = isinstance(module, _CONTAINERS)
+    if name and not container and (repeated or not _is_large(module, total)):
+        yield part
         return
     children = list(module.named_children())
     if not children:
-        yield name or type(module).__name__, module, False
+        yield part
         return
     if next(module.parameters(recurse=False), None) is not None:
-        yield name or type(module).__name__, module, True
+        yield _Part(name, module, own_only=True)
     kinds = Counter(type(child) for _, child in children)
     for child_name, child in children:
-        repeated = container and kinds[type(child)] > 1
-        yield from _pieces(child, f"{name}.{child_name}".lstrip("."), total, repeated)
+        inside = _Part(f"{name}.{child_name}".lstrip("."), child)
+        yield from _parts(inside, total, container and kinds[type(child)] > 1)
+
+
+def _as_called(
+    model: nn.Module, parts: list[_Part], calls: Sequence[str], least_numel: int
+) -> tuple[list[_Part], int]:
+    """Return the parts in the order of ``calls``, the last cut finer, and how many that makes."""
+    place = {name: index for index, name in enumerate(calls)}
+    modules = dict(model.named_modules())
+    placed: list[tuple[int, _Part]] = []
+    for part in parts:
+        name = part.name
+        while name not in place:  # used without a call: it belongs to whoever was called
+            name = name.rpartition(".")[0]
+        around = None if name == part.name else modules[name]
+        placed.append((place[name], part._replace(around=around)))
+    coarse = [part for _, part in sorted(placed, key=lambda pair: pair[0])]
+    last = [coarse.pop()]
+    while coarse and sum(part.numel for part in last) < least_numel:
+        last.insert(0, coarse.pop())
+    finer = [inner for part in last for inner in _finer(part, place)]
+    return coarse + finer, len(finer)
+
+
+def _finer(part: _Part, place: Mapping[str, int]) -> list[_Part]:
+    """Return the innermost modules of a part that are called, in order; itself if one is not."""
+    inner = [
+        (f"{part.name}.{name}", module)
+        for name, module in part.module.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    atomic = any(next(m.children(), None) is not None for _, m in inner)
+    own = part.own_only or next(part.module.parameters(recurse=False), None) is not None
+    if (
+        atomic
+        or own
+        or part.around is not None
+        or not inner
+        or any(name not in place for name, _ in inner)
+    ):
+        return [part]
+    return [_Part(name, module) for name, module in sorted(inner, key=lambda one: place[one[0]])]
 
 
 def _is_large(module: nn.Module, total: int) -> bool:
@@ -103,10 +204,6 @@ def _is_large(module: nn.Module, total: int) -> bool:
         if below is not module
     )
     return holds and numel > _LARGE * total
-
-
-def _marked(unit: ModelUnit, shared: bool) -> ModelUnit:
-    return replace(unit, used_often=unit.used_often or shared)
 
 
 def _joined(units: list[ModelUnit], least_numel: int) -> list[ModelUnit]:
