@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from stretto.plan.presets import PRESETS
 from tests.gpu.test_nccl import on_one_gpu
 
 pytestmark = [
@@ -23,7 +24,8 @@ def test_every_plan_trains_as_one_rank(hosts, per_host):
     assert out.splitlines()[-1] == "check_plans held"
 
 
-def test_the_allocator_keeps_what_the_plan_says():
-    code, out, said = on_one_gpu(2, 1, [*RANK, "check_allocator"], limit_s=200)
+@pytest.mark.parametrize("plan", PRESETS)
+def test_the_allocator_keeps_what_the_plan_says(plan):
+    code, out, said = on_one_gpu(2, 1, [*RANK, f"check_allocator:{plan}"], limit_s=100)
     assert code == 0, out + said
-    assert out.splitlines()[-1] == "check_allocator held"
+    assert out.splitlines()[-1] == f"check_allocator:{plan} held"

@@ -20,8 +20,12 @@ bench = App(name="bench", help="Measure on the ranks this was started as (a lab,
 
 
 @bench.command
-def step(*overrides: str, runs: int = 9, json_: bool = False) -> int:
-    """A training step of a GPT of about 25 MB, against DDP at its best setting.
+def step(
+    *overrides: str, runs: int = 9, peers: str = "", device: str = "cpu", json_: bool = False
+) -> int:
+    """A training step of a GPT of about 25 MB: seconds and bytes, against peers at their best.
+
+    Example: stretto lab --hosts 4 --rate 400mbit -- stretto bench step strategy.kind=sharded
 
     Parameters
     ----------
@@ -29,6 +33,10 @@ def step(*overrides: str, runs: int = 9, json_: bool = False) -> int:
         Settings of the run that is timed, as table.key=value.
     runs
         Interleaved repetitions; the median counts.
+    peers
+        ddp, fsdp2, or both as ddp,fsdp2; when left out, ddp, and fsdp2 beside a sharded strategy.
+    device
+        cpu (Gloo) or cuda (NCCL).
     json_
         One object a line on standard output; bound_s is null where the links' rate is not known.
     """
@@ -39,7 +47,8 @@ def step(*overrides: str, runs: int = 9, json_: bool = False) -> int:
 
     world = _world("step", runs)
     config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
-    rows = bench_step(config, world, runs=runs, say=_say if world.rank == 0 else lambda _: None)
+    say = _say if world.rank == 0 else lambda _: None
+    rows = bench_step(config, world, runs=runs, say=say, peers=peers, device=device)
     if world.rank == 0:
         _print(rows, as_json=json_)
     return 0
@@ -97,18 +106,25 @@ def _print(rows: "Sequence[Row]", *, as_json: bool) -> None:
             print(json.dumps(asdict(row)))
         return
     width = max(len(row.case) for row in rows) + 2
+    counted = any(row.ours_bytes is not None for row in rows)
     head = f"{'case':<{width}}{'ours':>10}  {'peer':<22}{'peer':>10}{'ratio':>8}{'bound':>11}"
-    print(f"{head}{'spread':>9}")
+    print(f"{head}{'spread':>9}" + f"{'ours':>12}{'peer':>12}" * counted)
     for row in rows:
         bound = _seconds(row.bound_s) if row.bound_s else "unknown"
         print(
             f"{row.case:<{width}}{_seconds(row.ours_s):>10}  {row.peer:<22}"
             f"{_seconds(row.peer_s):>10}{row.ratio:>8.3f}{bound:>11}{row.spread:>8.1%}"
+            + f"{_bytes(row.ours_bytes):>13}{_bytes(row.peer_bytes):>12}"
+            * counted
         )
 
 
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e3:.3f} ms"
+
+
+def _bytes(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 1e6:.1f} MB"
 
 
 def _say(line: str) -> None:

@@ -4,11 +4,32 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from stretto.comm.channel import Channel
 from stretto.comm.small import add_up_
+
+_STEPS = 2
+"""Steps that are timed as one."""
+
+
+class Contender(Protocol):
+    """Whatever takes a training step when it is called."""
+
+    def __call__(self) -> None:
+        """Take a step; some of its messages may still be under way afterwards."""
+        ...
+
+    def rest(self) -> None:
+        """Wait for them; all ranks together."""
+        ...
+
+    def close(self) -> None:
+        """End threads."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +45,9 @@ class Row:
     runs: int
     spread: float
     """Middle half of our runs, as a share of their median."""
+    ours_bytes: int | None = None
+    """The most bytes of tensors that live at once in a step; None where nobody counts them."""
+    peer_bytes: int | None = None
 
     @property
     def ratio(self) -> float:
@@ -45,12 +69,39 @@ def interleave(
     a rank's clock counts from a common start, and the slowest rank's time counts. One round
     before the first is not counted.
     """
-    names = list(contenders)
+    timed = {name: partial(_time, one, repeat, channel) for name, one in contenders.items()}
+    return _in_turn(timed, runs, say)
+
+
+def interleave_steps(
+    contenders: Mapping[str, Contender],
+    channel: Channel,
+    *,
+    runs: int,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, list[float]]:
+    """Return seconds per training step of each contender, in the same way.
+
+    A step may leave messages to the next one, so the clock runs between the ends of two steps:
+    what the first of them left under way is paid for, what the last one leaves is not.
+    """
+    make_clock = _GPUClock if device == "cuda" else _Clock
+    timed = {
+        name: partial(_time_steps, one, make_clock(), channel) for name, one in contenders.items()
+    }
+    return _in_turn(timed, runs, say)
+
+
+def _in_turn(
+    timed: Mapping[str, Callable[[], float]], runs: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    names = list(timed)
     times: dict[str, list[float]] = {name: [] for name in names}
     for run in range(-1, runs):
         shift = run % len(names)
         for name in names[shift:] + names[:shift]:
-            seconds = _time(contenders[name], repeat, channel)
+            seconds = timed[name]()
             if run >= 0:
                 times[name].append(seconds)
         say(f"round {run + 1} of {runs} done")
@@ -66,14 +117,53 @@ def spread(values: list[float]) -> float:
 
 
 def _time(contender: Callable[[], None], repeat: int, channel: Channel) -> float:
-    _largest(0.0, channel)  # nobody starts before everybody is here
+    largest(0.0, channel)  # nobody starts before everybody is here
     start_s = time.perf_counter()
     for _ in range(repeat):
         contender()
-    return _largest((time.perf_counter() - start_s) / repeat, channel)
+    return largest((time.perf_counter() - start_s) / repeat, channel)
 
 
-def _largest(mine: float, channel: Channel) -> float:
+class _Clock:
+    """Seconds between two moments of this thread."""
+
+    def start(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> float:
+        return time.perf_counter() - self._start_s
+
+
+class _GPUClock:
+    """Seconds between two moments of the stream that computes; nothing is waited for in between."""
+
+    def start(self) -> None:
+        self._start = _record()
+
+    def stop(self) -> float:
+        end = _record()
+        end.synchronize()
+        return float(self._start.elapsed_time(end)) / 1e3
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _time_steps(contender: Contender, clock: _Clock | _GPUClock, channel: Channel) -> float:
+    largest(0.0, channel)
+    contender()
+    clock.start()
+    for _ in range(_STEPS):
+        contender()
+    seconds = clock.stop() / _STEPS
+    contender.rest()  # nothing of it travels while others are timed
+    return largest(seconds, channel)
+
+
+def largest(mine: float, channel: Channel) -> float:
     """Return the largest of the ranks' numbers: each puts its own in its place, the rest zero."""
     places = torch.zeros(channel.size, dtype=torch.float64)
     places[channel.rank] = mine

@@ -82,6 +82,11 @@ def _check_units(plan: Plan) -> None:
                 f"unit {index} ({unit.name}) has {unit.numel} elements, its blocks "
                 f"{sum(unit.blocks)}"
             )
+        if unit.in_host and not unit.sharding.is_split:
+            raise PlanError(
+                f"unit {index} ({unit.name}) is {unit.sharding}, of which every rank keeps all: it "
+                "cannot be shared out in a host (in_host)"
+            )
         if unit.used_often and unit.sharding is Sharding.ZERO3:
             raise PlanError(
                 f"unit {index} ({unit.name}) is zero3, which lets it go at the end of "
@@ -114,7 +119,8 @@ def _check_window(plan: Plan, message: Message) -> None:
     first, last = window(plan, message.what, message.unit)
     gate, due = own_slots(slots, message)
     earliest_due = slots.backward(message.unit) + 1 if message.what is What.REDUCE else last
-    if not first <= gate <= due <= last or due < earliest_due or message.due >= slots.count:
+    beyond = max(message.gate, message.due) >= slots.count
+    if not first <= gate <= due <= last or due < earliest_due or beyond:
         at = slots.name(message.gate)
         raise PlanError(
             f"{describe(plan, message)} may begin from slot {message.gate} ({at}) on and is due at "

@@ -1,79 +1,147 @@
-"""How long a training step takes: ours, DDP at its best, no communication, and the bound."""
+"""How long a training step takes, and how much lives in it: ours, the peers, and the bound."""
 
-import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stretto.cluster.world import World
-from stretto.comm.channel import Channel
 from stretto.comm.codecs import parse_wire
 from stretto.comm.connect import connect
 from stretto.data import open_source
-from stretto.measure.ddp import BUCKET_CAPS_MB, Peers
-from stretto.measure.interleave import Row, interleave, spread
-from stretto.model import GPTConfig, build_model, per_sample_loss
-from stretto.optim import make_optimizer
+from stretto.measure.carried import link_bytes
+from stretto.measure.ddp import Peers
+from stretto.measure.interleave import Row, interleave_steps, largest, spread
+from stretto.measure.live_bytes import peak_bytes
+from stretto.model import GPTConfig, build_model
+from stretto.plan.memory import Widths
 from stretto.run import RunConfig
-from stretto.strategy import build_strategy
+from stretto.strategy.sharded.config import HALF, ShardedConfig, checked_plan
+from stretto.study.contenders import ALONE, DDP, Stage, absent_peers, chosen_peers, contenders
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found out of each contender, by name."""
+
+    seconds: Mapping[str, list[float]]
+    """Of a step, in each round."""
+    peaks: Mapping[str, int]
+    """Bytes of tensors that live at once, on the rank that has the most."""
 
 
 def bench_step(
-    config: RunConfig, world: World, *, runs: int, say: Callable[[str], None]
+    config: RunConfig,
+    world: World,
+    *,
+    runs: int,
+    say: Callable[[str], None],
+    peers: str = "",
+    device: str = "cpu",
 ) -> list[Row]:
-    """Time a step of every contender, interleaved; all ranks call this together."""
+    """Measure a step of every contender, interleaved; all ranks call this together."""
+    wanted = chosen_peers(peers, config)
     torch.set_num_threads(config.run.threads or world.threads)
-    channel = connect(world, config.run.timeout_s)
-    model = build_model(config.model, config.run.seed)
-    batch = _fixed_batch(config, world)
-    ours = _Ours(config, channel, model, batch)
-    contenders: dict[str, Callable[[], None]] = {
-        "no communication": _Plain(config, copy.deepcopy(model), batch),
-        config.strategy.kind: ours,
-    }
-    with Peers(world) as peers:
-        for cap in BUCKET_CAPS_MB:
-            wrapped = peers.ddp(copy.deepcopy(model), cap)
-            contenders[f"ddp {cap} MB"] = _Plain(config, wrapped, batch)
-        times = interleave(contenders, channel, runs=runs, say=say)
-    ours.close()
+    channel = connect(world, config.run.timeout_s, device=device)
+    model = build_model(config.model, config.run.seed).to(device)
+    inputs, targets = _fixed_batch(config, world)
+    stage = Stage(config, channel, model, (inputs.to(device), targets.to(device)), device)
+    for line in absent_peers(config):
+        say(line)
+    peaks = _count(stage, world, wanted, say)
+    times = _time(stage, world, wanted, runs, say)
     channel.close()
-    return _rows(config, world, model, times)
+    return _rows(config, world, model, Measured(times, peaks))
+
+
+def _count(
+    stage: Stage, world: World, wanted: tuple[str, ...], say: Callable[[str], None]
+) -> dict[str, int]:
+    """Return the most that lives in a step of each contender, which has the process to itself.
+
+    On CPUs the peers' messages go nowhere meanwhile: Gloo lets go of tensors on threads that
+    nobody can follow, and what it copies inside is not theirs. Ours go where they always do.
+    """
+    peaks: dict[str, int] = {}
+    with Peers(world, stage.device, idle=stage.device == "cpu") as peers:
+        makes = contenders(stage, peers, wanted)
+        if stage.device == "cuda":  # the first one pays for the workspaces of libraries
+            peak_bytes(makes[ALONE], stage.device)
+        for name, make in makes.items():
+            peaks[name] = round(largest(peak_bytes(make, stage.device), stage.channel))
+            say(f"{name}: {peaks[name] / 1e6:.1f} MB")
+    return peaks
+
+
+def _time(
+    stage: Stage, world: World, wanted: tuple[str, ...], runs: int, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Return the seconds of a step of each contender, in every round."""
+    with Peers(world, stage.device) as peers:
+        ready = {name: make() for name, make in contenders(stage, peers, wanted).items()}
+        times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device, say=say)
+        for contender in ready.values():
+            contender.close()
+    return times
 
 
 def bound_s(num_bytes: float | None, compute_s: float, world: World) -> float | None:
     """Return max(compute, bytes every host's link must carry / rate), where both are known."""
     if world.link_bits_per_s is None or num_bytes is None:
         return None
-    hosts = world.mesh.hosts
-    return max(compute_s, 2 * (hosts - 1) / hosts * num_bytes * 8 / world.link_bits_per_s)
+    return max(compute_s, num_bytes * 8 / world.link_bits_per_s)
 
 
-def _rows(
-    config: RunConfig, world: World, model: nn.Module, times: dict[str, list[float]]
-) -> list[Row]:
+def _rows(config: RunConfig, world: World, model: nn.Module, measured: Measured) -> list[Row]:
+    times, kind = measured.seconds, config.strategy.kind
     medians = {name: statistics.median(values) for name, values in times.items()}
-    tuned = min((name for name in times if name.startswith("ddp")), key=medians.__getitem__)
-    others = [name for name in times if name != config.strategy.kind]
-    tuned_first = sorted(others, key=lambda name: name != tuned)
-    peers = {name + " (tuned)" * (name == tuned): medians[name] for name in tuned_first}
-    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    ours = times[config.strategy.kind]
-    shape = f"{world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
-    case = f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {shape}"
-    bound = bound_s(_wire_bytes(config, model), medians["no communication"], world)
+    ddp = [name for name in times if name.startswith(DDP)]
+    tuned = min(ddp, key=medians.__getitem__) if ddp else None
+    others = sorted((name for name in times if name != kind), key=lambda name: name != tuned)
+    bound = bound_s(must_carry(config, model, world.mesh.hosts), medians[ALONE], world)
     return [
-        Row(case, statistics.median(ours), name, seconds, bound, len(ours), spread(ours))
-        for name, seconds in peers.items()
+        Row(
+            _case(config, world, model),
+            medians[kind],
+            name + " (tuned)" * (name == tuned),
+            medians[name],
+            bound,
+            len(times[kind]),
+            spread(times[kind]),
+            measured.peaks[kind],
+            measured.peaks[name],
+        )
+        for name in others
     ]
 
 
-def _wire_bytes(config: RunConfig, model: nn.Module) -> float | None:
+def _case(config: RunConfig, world: World, model: nn.Module) -> str:
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    shape = f"{world.mesh.hosts}x{world.mesh.ranks_per_host[0]}"
+    plan = f", {config.strategy.plan}" if isinstance(config.strategy, ShardedConfig) else ""
+    return f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {shape}{plan}"
+
+
+def must_carry(config: RunConfig, model: nn.Module, hosts: int) -> float | None:
+    """Return what every host's link must carry in a step; None where it depends on the gradients.
+
+    Whatever the algorithm: a sum that everybody gets costs twice the bytes, a gather once.
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, ShardedConfig):
+        num_bytes = _summed_bytes(strategy.wire, model)
+        return None if num_bytes is None else 2 * (hosts - 1) / hosts * num_bytes
+    own = next(p.dtype for p in model.parameters() if p.requires_grad)
+    compute = HALF[strategy.parameters] or own
+    wire = HALF[strategy.wire] or compute
+    return link_bytes(checked_plan(strategy, model), Widths(compute.itemsize, wire.itemsize), hosts)
+
+
+def _summed_bytes(word: str, model: nn.Module) -> float | None:
     """Return the bytes of all gradients as they travel; None where they do not travel whole."""
-    wire = parse_wire(config.strategy.wire)
+    wire = parse_wire(word)
     if wire.share is not None:
         return None
     if wire.codec is not None:
@@ -81,51 +149,7 @@ def _wire_bytes(config: RunConfig, model: nn.Module) -> float | None:
     return sum(p.numel() * (wire.dtype or p.dtype).itemsize for p in model.parameters())
 
 
-Batch = tuple[Tensor, Tensor]
-
-
-class _Plain:
-    """An ordinary PyTorch step; what DDP adds happens inside backward."""
-
-    def __init__(self, config: RunConfig, model: nn.Module, batch: Batch) -> None:
-        self._model = model
-        self._optimizer: Optimizer = make_optimizer(config.optim, model)(model.parameters())
-        self._batch = batch
-
-    def __call__(self) -> None:
-        inputs, targets = self._batch
-        self._optimizer.zero_grad(set_to_none=True)
-        per_sample_loss(self._model(inputs), targets).mean().backward()
-        self._optimizer.step()
-
-
-class _Ours:
-    """The same step with a strategy's moments in place."""
-
-    def __init__(self, config: RunConfig, channel: Channel, model: nn.Module, batch: Batch) -> None:
-        self._strategy = build_strategy(config.strategy, channel)
-        own = copy.deepcopy(model)
-        self._model, self._optimizer = self._strategy.attach(own, make_optimizer(config.optim, own))
-        self._batch = batch
-        self._size = channel.size
-        self._step = 0
-
-    def __call__(self) -> None:
-        inputs, targets = self._batch
-        self._optimizer.zero_grad(set_to_none=True)
-        self._strategy.begin(self._step, 0, True, lr=0.0)
-        (per_sample_loss(self._model(inputs), targets).mean() / self._size).backward()
-        self._strategy.after_backward()
-        self._optimizer.step()
-        self._strategy.after_update()
-        self._step += 1
-
-    def close(self) -> None:
-        """End the strategy's thread."""
-        self._strategy.close()
-
-
-def _fixed_batch(config: RunConfig, world: World) -> Batch:
+def _fixed_batch(config: RunConfig, world: World) -> tuple[Tensor, Tensor]:
     """Return one rank's share of a batch, made up: what is timed is not the input pipeline."""
     per_rank = max(1, config.train.batch // world.size)
     if isinstance(config.model, GPTConfig):

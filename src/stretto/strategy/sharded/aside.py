@@ -6,19 +6,25 @@ just given back is therefore free), and the model's stream waits where the plan 
 is used aside is given back once the model's stream has waited for it, or it is over.
 """
 
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+
+from stretto.comm.channel import Finished, Pending
 
 
 class Aside(Protocol):
     """Somewhere else to do things, in order."""
 
-    @contextmanager
-    def after_now(self) -> Iterator[None]:
+    def after_now(self) -> AbstractContextManager[None]:
         """Do what is inside there, after all that has been done here."""
+        ...
+
+    def queue(self, pending: Pending) -> Pending:
+        """Let what is done there from now on come after ``pending``; return what is left of it."""
         ...
 
     def mark(self, name: Hashable) -> None:
@@ -38,13 +44,19 @@ class Aside(Protocol):
         ...
 
 
+_HERE = nullcontext()
+
+
 class Here:
     """No other place: everything is done at once."""
 
-    @contextmanager
-    def after_now(self) -> Iterator[None]:
+    def after_now(self) -> AbstractContextManager[None]:
         """Do what is inside."""
-        yield
+        return _HERE
+
+    def queue(self, pending: Pending) -> Pending:
+        """Leave it to whoever waits."""
+        return pending
 
     def mark(self, name: Hashable) -> None:
         """Remember nothing."""
@@ -74,6 +86,11 @@ class Stream:
         self._stream.wait_event(torch.cuda.current_stream().record_event())
         with torch.cuda.stream(self._stream):
             yield
+
+    def queue(self, pending: Pending) -> Pending:
+        """Let the stream, which is the current one, wait; nobody else has to."""
+        pending.wait()
+        return Finished(time.monotonic())
 
     def mark(self, name: Hashable) -> None:
         """Record an event."""

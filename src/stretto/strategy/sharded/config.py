@@ -115,4 +115,8 @@ def _fitting(plan: Plan, shapes: Sequence[Shape], path: str) -> Plan:
             f"{path} is a plan for {len(there)} units, the model has {len(here)}{first}; make it "
             "anew for this model and strategy.unit"
         )
-    return plan
+    # Which units are used again is the model's to say, not the file's.
+    units = zip(plan.units, shapes, strict=True)
+    return plan.replace(
+        units=tuple(u.model_copy(update={"used_often": s.used_often}) for u, s in units)
+    )

@@ -216,16 +216,15 @@ class Dispatcher:
             try:
                 pending.wait()
                 updated = self._work.land(task)
+                with self._changed:
+                    self._num_under_way -= 1
+                    self._note(task, updated)
+                    self._pump()  # what begins here may fail, too: for want of memory, say
+                    self._changed.notify_all()
             except BaseException as failure:  # noqa: BLE001 - raised where it is waited for
                 with self._changed:
                     self._failure = self._failure or failure
                     self._changed.notify_all()
-                continue
-            with self._changed:
-                self._num_under_way -= 1
-                self._note(task, updated)
-                self._pump()
-                self._changed.notify_all()
 
     def _note(self, task: Task, updated: bool) -> None:
         self._landed[task.key] = task.cycle

@@ -42,7 +42,11 @@ class Engine:
         self.dispatcher = Dispatcher(plan, Work(self._carry, self._land))
         self.sound: Callable[[], bool] = lambda: True
         """Asked before a step's first update, where updates do not wait: may there be any?"""
-        self._dues = _by_due(plan)
+        self._dues: dict[int, list[Message]] = defaultdict(list)
+        self._messages: dict[tuple[What, int], list[Message]] = defaultdict(list)
+        for message in plan.messages:
+            self._dues[message.due].append(message)
+            self._messages[message.what, message.unit].append(message)
         self._cycle, self._slot = -1, 0
         self._in_backward = False
         self._announced: bool | None = None
@@ -250,11 +254,11 @@ class Engine:
 
     def _gathers(self, unit: int, cycle: int) -> list[Task]:
         """Return what gathers a unit after the backward of ``cycle``."""
-        return [Task(cycle, m) for m in self.plan.of(What.GATHER) if m.unit == unit]
+        return [Task(cycle, m) for m in self._messages[What.GATHER, unit]]
 
     def _regathers(self, unit: int, cycle: int) -> list[Task]:
         """Return what gathers a unit again, for the backward of ``cycle``."""
-        again = (m for m in self.plan.of(What.REGATHER) if m.unit == unit)
+        again = self._messages[What.REGATHER, unit]
         return [Task(self._cycle_of(m, cycle), m) for m in again]
 
     def _carry(self, task: Task) -> Pending:
@@ -264,9 +268,9 @@ class Engine:
             storage.allocate()  # here: memory belongs to those who compute
         with self._aside.after_now():
             if what is What.REDUCE:
-                return self._carriage.reduce(unit, block)
+                return self._aside.queue(self._carriage.reduce(unit, block))
             storage.lay_chunks(block)
-            return self._carriage.gather(unit, block)
+            return self._aside.queue(self._carriage.gather(unit, block))
 
     def _land(self, task: Task) -> bool:
         with self._aside.after_now():
@@ -346,10 +350,3 @@ class Engine:
         self._copies = []
         self.dispatcher.updated(self._cycle)
         self.dispatcher.arrive(self._cycle, 2 * self._slots.update + 1)
-
-
-def _by_due(plan: Plan) -> dict[int, list[Message]]:
-    dues: dict[int, list[Message]] = defaultdict(list)
-    for message in plan.messages:
-        dues[message.due].append(message)
-    return dues

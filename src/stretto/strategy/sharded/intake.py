@@ -44,7 +44,6 @@ class Intake:
         """The parameters whose gradients have not come."""
         return sorted(self._absent)
 
-    @torch.no_grad()
     def put(self, tensor: int, gradient: Tensor, weight: float = 1.0) -> None:
         """Take in one gradient, times ``weight``."""
         dense = gradient if gradient.layout is torch.strided else gradient.to_dense()
@@ -55,7 +54,6 @@ class Intake:
                 place.mul_(weight)
         self._absent.discard(tensor)
 
-    @torch.no_grad()
     def close(self) -> None:
         """Let zeros stand for what has not come, and mark what has."""
         for marks in self._marks:

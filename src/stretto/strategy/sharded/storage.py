@@ -39,6 +39,8 @@ class Piece(NamedTuple):
     owner: int
     place: int
     """Where it begins in its chunk."""
+    stop: int
+    """Where it ends there."""
     mark: int
 
 
@@ -67,8 +69,12 @@ class UnitStorage:
             torch._foreach_copy_(self._views, [p.detach() for p in self.parameters])
         self.live = True
         """Whether whole parameters are there."""
+        self._without_room: set[int] = set()
         self.kept = self._keep()
         self.pieces = tuple(self._cut_pieces())
+        self._pieces_in: dict[tuple[int, int], list[Piece]] = {}
+        for piece in self.pieces:
+            self._pieces_in.setdefault((piece.block, piece.owner), []).append(piece)
         self.gradients = [
             torch.empty(block.gradient_numel, dtype=types.wire, device=device)
             for block in layout.blocks
@@ -80,8 +86,9 @@ class UnitStorage:
     def empty_gradients(self) -> None:
         """Give the room for gradients back, once everybody has cut the views that they need."""
         if self.sharding is not Sharding.ZERO1:
-            for gradient in self.gradients:
+            for index, gradient in enumerate(self.gradients):
                 _resize(gradient, 0)
+                self._without_room.add(index)
 
     @property
     def owners(self) -> range:
@@ -135,7 +142,12 @@ class UnitStorage:
                 chunk = self.kept_chunk(index, owner)
                 for s in block.owned(owner):
                     parameter = nn.Parameter(chunk[s.place : s.place + s.length])
-                    yield Piece(parameter, s.tensor, s.start, index, owner, s.place, s.mark)
+                    stop = s.place + s.length
+                    yield Piece(parameter, s.tensor, s.start, index, owner, s.place, stop, s.mark)
+
+    def pieces_in(self, block: int, owner: int) -> list[Piece]:
+        """Return the pieces that lie in one chunk."""
+        return self._pieces_in.get((block, owner), [])
 
     def allocate(self) -> None:
         """Make room for whole parameters."""
@@ -184,19 +196,18 @@ class UnitStorage:
 
     def room_for_gradients(self) -> None:
         """Make room for the gradients of one backward."""
-        if self.sharding is Sharding.ZERO1:
-            return
-        for gradient, block in zip(self.gradients, self.layout.blocks, strict=True):
-            if block.gradient_numel and not gradient.untyped_storage().nbytes():
-                _resize(gradient, block.gradient_numel)
-                self._ledger.take("gradients", gradient.nbytes)
+        for index in self._without_room:
+            gradient = self.gradients[index]
+            _resize(gradient, gradient.numel())
+            self._ledger.take("gradients", gradient.nbytes)
+        self._without_room.clear()
 
     def drop_gradients(self, index: int) -> None:
         """Let the gradients of block ``index`` go."""
-        gradient = self.gradients[index]
-        if self.sharding is not Sharding.ZERO1 and gradient.untyped_storage().nbytes():
-            self._ledger.take("gradients", -gradient.nbytes)
-            _resize(gradient, 0)
+        if self.sharding is not Sharding.ZERO1 and index not in self._without_room:
+            self._ledger.take("gradients", -self.gradients[index].nbytes)
+            _resize(self.gradients[index], 0)
+            self._without_room.add(index)
 
 
 def _views(flat: Tensor, layout: UnitLayout, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -44,6 +44,7 @@ class Updates:
         self._group_of = _groups_of(optimizer, units)
         self._parts: dict[tuple[int, tuple[int, ...]], Optimizer] = {}
         self._state_bytes: dict[Tensor, int] = {}
+        self._num_known: dict[int, int] = {}
         self._whole = [list(group["params"]) for group in optimizer.param_groups]
         pieces = [piece for held in units for piece in held.storage.pieces]
         for index, group in enumerate(optimizer.param_groups):
@@ -78,11 +79,9 @@ class Updates:
                 copies.append(sums)
             if total != 1.0:
                 sums.div_(total)
-            for piece in storage.pieces:
-                if piece.block == block and piece.owner == owner:
-                    unused = held.intake.nobody_had(block, owner, piece.tensor, piece.mark)
-                    stop = piece.place + piece.parameter.numel()
-                    piece.parameter.grad = None if unused else sums[piece.place : stop]
+            for piece in storage.pieces_in(block, owner):
+                unused = held.intake.nobody_had(block, owner, piece.tensor, piece.mark)
+                piece.parameter.grad = None if unused else sums[piece.place : piece.stop]
         return copies
 
     def drop(self, unit: int, blocks: Iterable[int] | None = None) -> None:
@@ -113,7 +112,10 @@ class Updates:
 
     def new_state_bytes(self, unit: int) -> int:
         """Return how much more the optimizer remembers of a unit than when last asked."""
-        more = 0
+        more, num_known = 0, len(self._optimizer.state)
+        if self._num_known.get(unit) == num_known:
+            return 0
+        self._num_known[unit] = num_known
         for piece in self._units[unit].storage.pieces:
             state = self._optimizer.state.get(piece.parameter, {})
             now = sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim())
