@@ -7,16 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.strategy.distribute import distribute, settle, share_batches, world
+    from stretto.strategy.distribute import clip_norm_, distribute, settle, share_batches, world
 
 _HOMES = {
+    "clip_norm_": "stretto.strategy.distribute",
     "distribute": "stretto.strategy.distribute",
     "settle": "stretto.strategy.distribute",
     "share_batches": "stretto.strategy.distribute",
     "world": "stretto.strategy.distribute",
 }
 
-__all__ = ["distribute", "settle", "share_batches", "world"]
+__all__ = ["clip_norm_", "distribute", "settle", "share_batches", "world"]
 
 
 def __getattr__(name: str) -> object:

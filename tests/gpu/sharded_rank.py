@@ -26,7 +26,7 @@ def check_plans(channel):
     for index, plan in enumerate(plans):
         name = [*MODELS][index % len(MODELS)]
         optim = [*OPTIMIZERS][index // len(MODELS) % len(OPTIMIZERS)]
-        clip, micros = (0.3 if index % 5 == 4 else None), 1 + index % 3
+        clip, micros = (0.05 if index % 5 == 4 else None), 1 + index % 3
         losses, parameters = reference(name, optim, clip)
         config = ShardedConfig(plan=plan, unit=0)
         mine, whole = run_plan(channel, name, optim, config, micros, clip, "cuda")

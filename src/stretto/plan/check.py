@@ -87,6 +87,11 @@ def _check_units(plan: Plan) -> None:
                 f"unit {index} ({unit.name}) is {unit.sharding}, of which every rank keeps all: it "
                 "cannot be shared out in a host (in_host)"
             )
+        if unit.used_often and unit.checkpoint:
+            raise PlanError(
+                f"unit {index} ({unit.name}) is used after its own forward, too: its activations "
+                "cannot be computed again with it alone; take checkpoint off it"
+            )
         if unit.used_often and unit.sharding is Sharding.ZERO3:
             raise PlanError(
                 f"unit {index} ({unit.name}) is zero3, which lets it go at the end of "

@@ -99,7 +99,10 @@ def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int
         used = slots.forward(unit)
         if what is What.REGATHER or plan.units[unit].sharding is Sharding.ZERO2:
             used = slots.count + slots.backward(unit)
-        yield 2 * gate, 2 * used, holdings[unit].gathered
+        # Behind a barrier nothing is gathered before the update is over.
+        waits = plan.barrier and what is What.GATHER
+        first = max(2 * gate, 2 * slots.update + 1) if waits else 2 * gate
+        yield first, 2 * used, holdings[unit].gathered
 
 
 def logical_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:

@@ -23,9 +23,17 @@ from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
 from stretto.data.order import OrderedBatches
 from stretto.errors import ConfigError, StrettoError
-from stretto.strategy import STRATEGIES, MakeOptimizer, Strategy, StrategyConfig, build_strategy
+from stretto.strategy import (
+    STRATEGIES,
+    Agreed,
+    MakeOptimizer,
+    Strategy,
+    StrategyConfig,
+    build_strategy,
+)
 
 _distributed: "WeakKeyDictionary[nn.Module, Strategy]" = WeakKeyDictionary()
+_loops: "WeakKeyDictionary[nn.Module, _OwnLoop]" = WeakKeyDictionary()
 _calls = count()
 
 
@@ -66,7 +74,7 @@ def distribute(
     model, optimizer = how.attach(model, make_optimizer)
     loop.watch_steps(optimizer)
     atexit.register(how.close)
-    _distributed[model] = how
+    _distributed[model], _loops[model] = how, loop
     return model, optimizer
 
 
@@ -89,6 +97,25 @@ def settle(model: nn.Module) -> None:
     _distributed[model].settle()
 
 
+def clip_norm_(model: nn.Module, most: float) -> float:
+    """Scale gradients whose norm is above ``most`` down to it, between backward and step.
+
+    All ranks call it together. It works whatever the strategy; `torch.nn.utils.clip_grad_norm_`
+    looks at ``model.parameters()``, where a sharded model has no gradients. Returns the norm.
+    """
+    if model not in _loops:
+        raise ConfigError("clip_norm_ wants a model that distribute returned")
+    agreed = _loops[model].agreed
+    if agreed is None:
+        raise StrettoError(
+            "clip_norm_ belongs between the step's last backward and optimizer.step(): the ranks "
+            "have not agreed on gradients yet"
+        )
+    norm = float(agreed.norm())
+    agreed.clip_(most)
+    return norm
+
+
 class _OwnLoop:
     """Finds the strategy's moments in a loop that does not know them."""
 
@@ -102,7 +129,8 @@ class _OwnLoop:
         self._micro = 0
         self._in_backward = False
         self._in_closure = False
-        self._agreed = False
+        self.agreed: Agreed | None = None
+        """What the ranks agreed on, from the last backward until the step."""
 
     def watch_backward(self, model: nn.Module) -> None:
         """Let the first gradient of each backward begin a micro-batch, and its end close it."""
@@ -125,13 +153,13 @@ class _OwnLoop:
 
     def _begin(self) -> None:
         assert self._optimizer is not None
-        if self._agreed and not self._in_closure:
+        if self.agreed is not None and not self._in_closure:
             raise StrettoError(
                 "backward ran again after the ranks had agreed on its gradients: say how many "
                 "backward passes make one step (accumulation=...), then step the optimizer"
             )
-        if self._agreed:  # an optimizer may call its closure several times in a step
-            self._micro, self._agreed = 0, False
+        if self.agreed is not None:  # an optimizer may call its closure several times in a step
+            self._micro, self.agreed = 0, None
         last = self._micro >= self._accumulation - 1
         lr = float(self._optimizer.param_groups[0]["lr"])
         self._strategy.begin(self._step, self._micro, last, lr)
@@ -147,18 +175,17 @@ class _OwnLoop:
     ) -> None:
         # A closure runs backward inside the step; without one, all of it has been.
         self._in_closure = bool(args) or named.get("closure") is not None
-        if not self._agreed and not self._in_closure:
+        if self.agreed is None and not self._in_closure:
             self._agree()
 
     def _agree(self) -> None:
-        self._strategy.after_backward()
-        self._agreed = True
+        self.agreed = self._strategy.after_backward()
 
     def _after_step(self) -> None:
         self._strategy.after_update()
         self._step += 1
         self._micro = 0
-        self._agreed = self._in_closure = False
+        self.agreed, self._in_closure = None, False
 
 
 def _new_channel(model: nn.Module) -> Channel:

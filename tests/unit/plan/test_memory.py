@@ -41,7 +41,7 @@ def holdings_of(plan, widths=MOMENTUM, ranks=RANKS, rank=0):
         # For an update that waits for all, sums lie where they were reduced ...
         ("ddp", Wish(barrier=True), [1152, 1408, 1408, 768, 768], [1152, 1408, 1408, 768, 768]),
         # ... or are copied (b's 128, a's 64), so that the room of gradients can be given back.
-        ("zero2", Wish(barrier=True), [1152, 896, 768, 768, 768], [1152, 1280, 1600, 768, 768]),
+        ("zero2", Wish(barrier=True), [1152, 896, 768, 768, 768], [1152, 1280, 1216, 768, 768]),
         # Gradients wait for no longer than the next slot: b's are never there with a gathered.
         (
             "zero3",

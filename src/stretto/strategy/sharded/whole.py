@@ -27,14 +27,14 @@ Memory = dict[str, Any]
 def put_together(updates: Updates, channel: Channel) -> Optimizer:
     """Return an optimizer of whole parameters with all that is remembered; all ranks together.
 
-    Tensors are put together on rank 0; on other ranks they are not complete.
+    Rank 0 has it all, a unit's memory at a time being gathered; others have nothing.
     """
     whole = updates.of_whole_parameters()
     for storage in updates.storages:
         told = [json.loads(text) for text in gather_text(_tell(updates, storage), channel)]
         for tensor, parameter in enumerate(storage.parameters):
             known = next((one[str(tensor)] for one in told if str(tensor) in one), None)
-            if known is not None:
+            if known is not None and channel.rank == 0:
                 whole.state[parameter] = {key: _plain(value) for key, value in known.items()}
         cut = {
             key for one in told for known in one.values() for key in known if _is_cut(known[key])
