@@ -1,4 +1,4 @@
-"""Where messages and updates happen beside the computation: on a GPU, a stream of their own.
+"""Where messages and updates happen beside the computation: on a GPU, streams of their own.
 
 On a CPU a message that is over has been waited for. On a GPU nothing is waited for by the host:
 what is queued aside comes after what the model's stream holds at that moment (memory that it has
@@ -17,18 +17,22 @@ from stretto.comm.channel import Finished, Pending
 
 
 class Aside(Protocol):
-    """Somewhere else to do things, in order."""
+    """Somewhere else to do things, in order: to send, and to work on what is sent or has come."""
 
-    def after_now(self) -> AbstractContextManager[None]:
-        """Do what is inside there, after all that has been done here."""
+    def working(self) -> AbstractContextManager[None]:
+        """Work there on what is inside, after all that has been done here."""
         ...
 
-    def queue(self, pending: Pending) -> Pending:
-        """Let what is done there from now on come after ``pending``; return what is left of it."""
+    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
+        """Begin a message there, after all that has been done here, and its work, if it had any."""
         ...
 
-    def mark(self, name: Hashable) -> None:
-        """Give what has been done there so far a name."""
+    def landing(self) -> AbstractContextManager[None]:
+        """Work there on what is inside, after the message that was sent last."""
+        ...
+
+    def mark(self, name: Hashable, *, worked_on: bool) -> None:
+        """Give the message that was sent last a name, and the work on it, if it had any."""
         ...
 
     def wait_for(self, names: Iterable[Hashable]) -> None:
@@ -36,7 +40,7 @@ class Aside(Protocol):
         ...
 
     def give_back(self, name: Hashable, release: Callable[[], None]) -> None:
-        """Call ``release`` as soon as what has this name no longer needs the memory."""
+        """Call ``release`` as soon as the work done so far no longer needs the memory."""
         ...
 
     def sweep(self) -> None:
@@ -48,17 +52,21 @@ _HERE = nullcontext()
 
 
 class Here:
-    """No other place: everything is done at once."""
+    """No other place: everything is done at once, by whoever is there."""
 
-    def after_now(self) -> AbstractContextManager[None]:
+    def working(self) -> AbstractContextManager[None]:
         """Do what is inside."""
         return _HERE
 
-    def queue(self, pending: Pending) -> Pending:
-        """Leave it to whoever waits."""
-        return pending
+    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
+        """Begin; whoever wants to may wait."""
+        return start()
 
-    def mark(self, name: Hashable) -> None:
+    def landing(self) -> AbstractContextManager[None]:
+        """Do what is inside."""
+        return _HERE
+
+    def mark(self, name: Hashable, *, worked_on: bool) -> None:
         """Remember nothing."""
 
     def wait_for(self, names: Iterable[Hashable]) -> None:
@@ -72,29 +80,45 @@ class Here:
         """Do nothing."""
 
 
-class Stream:
-    """A stream of a GPU."""
+class Streams:
+    """Two streams of a GPU: one that only waits for messages, one that works.
+
+    Were they one, every message would stand behind the small kernels of the update before it, and
+    those behind whatever the model computes. Both come before the model's own kernels.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._sending = torch.cuda.Stream(device, priority=-1)
+        self._working = torch.cuda.Stream(device, priority=-1)
         self._ends: dict[Hashable, torch.cuda.Event] = {}
         self._kept: list[tuple[Hashable, torch.cuda.Event, Callable[[], None]]] = []
 
     @contextmanager
-    def after_now(self) -> Iterator[None]:
-        """Queue what is inside on the stream, behind what the current one holds."""
-        self._stream.wait_event(torch.cuda.current_stream().record_event())
-        with torch.cuda.stream(self._stream):
+    def working(self) -> Iterator[None]:
+        """Queue what is inside behind what the current stream holds."""
+        self._working.wait_event(torch.cuda.current_stream().record_event())
+        with torch.cuda.stream(self._working):
             yield
 
-    def queue(self, pending: Pending) -> Pending:
-        """Let the stream, which is the current one, wait; nobody else has to."""
-        pending.wait()
+    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
+        """Queue the message behind what the current stream holds, and what was worked on."""
+        self._sending.wait_event(torch.cuda.current_stream().record_event())
+        if worked_on:
+            self._sending.wait_event(self._working.record_event())
+        with torch.cuda.stream(self._sending):
+            start().wait()
         return Finished(time.monotonic())
 
-    def mark(self, name: Hashable) -> None:
+    @contextmanager
+    def landing(self) -> Iterator[None]:
+        """Queue what is inside behind the message."""
+        self._working.wait_event(self._sending.record_event())
+        with torch.cuda.stream(self._working):
+            yield
+
+    def mark(self, name: Hashable, *, worked_on: bool) -> None:
         """Record an event."""
-        self._ends[name] = self._stream.record_event()
+        self._ends[name] = (self._working if worked_on else self._sending).record_event()
 
     def wait_for(self, names: Iterable[Hashable]) -> None:
         """Let the current stream wait; what was kept for these names is given back."""
@@ -107,7 +131,7 @@ class Stream:
 
     def give_back(self, name: Hashable, release: Callable[[], None]) -> None:
         """Keep it until the current stream has waited for what is queued, or that is over."""
-        self._kept.append((name, self._stream.record_event(), release))
+        self._kept.append((name, self._working.record_event(), release))
 
     def sweep(self) -> None:
         """Give back what is over; asks the GPU, waits for nothing."""

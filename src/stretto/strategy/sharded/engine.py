@@ -15,7 +15,7 @@ from stretto.comm.channel import Pending
 from stretto.comm.reducer import Weights
 from stretto.errors import StrettoError
 from stretto.plan.value import Message, Plan, Sharding, What
-from stretto.strategy.sharded.aside import Aside, Here, Stream
+from stretto.strategy.sharded.aside import Aside, Here, Streams
 from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.dispatcher import Dispatcher, Task, Work
 from stretto.strategy.sharded.ledger import Ledger
@@ -38,7 +38,7 @@ class Engine:
         self._carriage, self._updates, self._ledger = carriage, updates, ledger
         self._weights = weights
         device = units[0].storage.flat.device
-        self._aside: Aside = Stream(device) if device.type == "cuda" else Here()
+        self._aside: Aside = Streams(device) if device.type == "cuda" else Here()
         self.dispatcher = Dispatcher(plan, Work(self._carry, self._land))
         self.sound: Callable[[], bool] = lambda: True
         """Asked before a step's first update, where updates do not wait: may there be any?"""
@@ -266,22 +266,24 @@ class Engine:
         storage = self._units[unit].storage
         if what is not What.REDUCE:
             storage.allocate()  # here: memory belongs to those who compute
-        with self._aside.after_now():
-            if what is What.REDUCE:
-                return self._aside.queue(self._carriage.reduce(unit, block))
+        if what is What.REDUCE:
+            return self._aside.send(partial(self._carriage.reduce, unit, block), worked_on=False)
+        with self._aside.working():
             storage.lay_chunks(block)
-            return self._aside.queue(self._carriage.gather(unit, block))
+        return self._aside.send(partial(self._carriage.gather, unit, block), worked_on=True)
 
     def _land(self, task: Task) -> bool:
-        with self._aside.after_now():
+        if task.message.what is not What.REDUCE:
+            self._aside.mark(task.key, worked_on=False)
+            return False
+        with self._aside.landing():
             updated = self._conclude(task)
-            self._aside.mark(task.key)
+        self._aside.mark(task.key, worked_on=True)
         return updated
 
     def _conclude(self, task: Task) -> bool:
-        what, unit, block = task.key
-        if what is not What.REDUCE:
-            return False
+        """Use the sums of a block; say whether parameters are up to date by it."""
+        _, unit, block = task.key
         if self.plan.barrier:
             self._hold(task)
             return False
