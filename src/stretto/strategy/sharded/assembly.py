@@ -49,7 +49,7 @@ def cut_up(
     by_layer = hasattr(optimizer, "norms")
     found = units_of(config, model, calls)
     refuse_shared_storage(found)
-    plan = plan_for(config, found, whole_layers=by_layer)
+    plan = plan_for(config, found, whole_layers=by_layer, seen=calls is not None)
     _agree_on(plan, channel)
     ledger = Ledger(plan.slots.count)
     units = [_hold(config, channel, plan, index, unit, ledger) for index, unit in enumerate(found)]

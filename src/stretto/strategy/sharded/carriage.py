@@ -21,7 +21,7 @@ from stretto.errors import ConfigError
 from stretto.strategy.sharded.storage import UnitStorage
 
 AUTO = "auto"
-_SPLIT = 128 * 1024
+_SPLIT = 1_500_000
 """From so many bytes on, a block is worth sending in two parts beside each other."""
 _KNOWN = tuple(name for name in REDUCE_SCATTER if name in ALL_GATHER)
 

@@ -1,6 +1,7 @@
 """The ``[strategy]`` table of a sharded run, and the plan that follows from it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,7 @@ from stretto.plan.value import Plan, read_plan
 from stretto.strategy.sharded.units import ModelUnit, find_units
 from stretto.units import Bytes
 
+_PENDING = 2
 HALF = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """What parameters and gradients may travel as."""
 
@@ -31,9 +33,9 @@ class ShardedConfig(Config):
     """Units ahead of the one that runs whose parameters may be gathered; when not set, 2 for zero3,
     and as many as there are for others."""
     pending: int | None = Field(default=None, ge=0)
-    """Slots that a gradient may wait for its reduction before the model does; when not set, until
-    it is needed."""
-    unit: Bytes = 1_000_000
+    """Slots that a gradient may wait for its reduction before the model does; when not set, 2 where
+    a forward was seen before (stretto train), else until the reduction is needed."""
+    unit: Bytes = 2_000_000
     """Neighbours are joined until a unit has so many bytes."""
     block: Bytes | None = None
     """Larger units travel in blocks of at most this size; whole when not set."""
@@ -54,7 +56,8 @@ def checked_plan(
     config: ShardedConfig, model: nn.Module, calls: Sequence[str] | None = None
 ) -> Plan:
     """Return the plan of ``model``, whatever its optimizer."""
-    return plan_for(config, units_of(config, model, calls), whole_layers=False)
+    units = units_of(config, model, calls)
+    return plan_for(config, units, whole_layers=False, seen=calls is not None)
 
 
 def units_of(
@@ -68,8 +71,10 @@ def _element_bytes(model: nn.Module) -> int:
     return next((p.element_size() for p in model.parameters() if p.requires_grad), 4)
 
 
-def plan_for(config: ShardedConfig, units: Sequence[ModelUnit], *, whole_layers: bool) -> Plan:
-    """Return the checked plan of a run.
+def plan_for(
+    config: ShardedConfig, units: Sequence[ModelUnit], *, whole_layers: bool, seen: bool
+) -> Plan:
+    """Return the checked plan of a run; ``seen`` says that the units' order is that of a forward.
 
     Raises:
         ConfigError: There is no such preset, or the file's plan is for another model.
@@ -78,7 +83,8 @@ def plan_for(config: ShardedConfig, units: Sequence[ModelUnit], *, whole_layers:
     element_bytes = units[0].parameters[0].element_size()
     word, _, seed = config.plan.partition(" ")
     if word in PRESETS and not seed:
-        plan = named_plan(word, shapes, _wish(config, word, element_bytes, whole_layers))
+        wish = _wish(config, word, element_bytes, seen)
+        plan = named_plan(word, shapes, replace(wish, whole_layers=whole_layers))
     elif word == "random" and (seed or "0").isdecimal():
         plan = random_plan(shapes, int(seed or 0), whole_layers=whole_layers)
     elif Path(config.plan).suffix == ".json":
@@ -93,13 +99,15 @@ def plan_for(config: ShardedConfig, units: Sequence[ModelUnit], *, whole_layers:
     return plan
 
 
-def _wish(config: ShardedConfig, word: str, element_bytes: int, whole_layers: bool) -> Wish:
+def _wish(config: ShardedConfig, word: str, element_bytes: int, seen: bool) -> Wish:
     prefetch = 2 if config.prefetch is None and word == "zero3" else config.prefetch
+    # A rank that runs ahead takes the cores from those that it then waits for; but who waits in
+    # backward must know its order.
+    pending = _PENDING if config.pending is None and seen else config.pending
     return Wish(
         prefetch=prefetch,
-        pending=config.pending,
+        pending=pending,
         block=None if config.block is None else max(1, config.block // element_bytes),
-        whole_layers=whole_layers,
         in_host=config.in_host,
         checkpoint=config.checkpoint,
     )
