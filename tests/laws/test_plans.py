@@ -11,6 +11,7 @@ from stretto.checkpoint import flatten_optimizer, restore_optimizer_
 from stretto.cluster.world import Mesh
 from stretto.comm.local import run_local
 from stretto.comm.recording import RecordingChannel
+from stretto.comm.small import add_up_
 from stretto.errors import StrettoError
 from stretto.model import GPTConfig, build_model
 from stretto.model.loss import per_sample_loss
@@ -171,6 +172,10 @@ def run_plan(channel, name, optim, config, micros=1, clip=None, device="cpu"):
         if not agreed.done:
             optimizer.step()
         strategy.after_update()
+        # As the loop does when it logs: a sum of its own beside whatever is still under way.
+        ranks = torch.ones(1, dtype=torch.float64)
+        add_up_(ranks, channel)
+        assert float(ranks) == channel.size
         losses.append(total)
     strategy.settle()
     parameters = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}

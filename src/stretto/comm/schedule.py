@@ -238,6 +238,15 @@ def _repeated(schedule: Schedule, parts: int, width: int, step: int, scale: int 
     )
 
 
+def on_lane(schedule: Schedule, lane: int) -> Schedule:
+    """Return ``schedule`` on one lane: beside other messages, not among them."""
+
+    def program(rank: int) -> Program:
+        return tuple(op._replace(lane=lane) for op in schedule.program(rank))
+
+    return replace(schedule, name=f"{schedule.name} on lane {lane}", program=program)
+
+
 def chunk_bounds(numel: int, num_chunks: int) -> tuple[int, ...]:
     """Return where each chunk begins, and the end: sizes differ by one element at most."""
     quotient, larger = divmod(numel, num_chunks)

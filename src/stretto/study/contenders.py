@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stretto.comm.buckets import WIRE
 from stretto.comm.channel import Channel
 from stretto.config.text import suggestion
 from stretto.errors import ConfigError
@@ -18,7 +19,6 @@ from stretto.model import per_sample_loss
 from stretto.optim import make_optimizer
 from stretto.run import RunConfig
 from stretto.strategy import build_strategy
-from stretto.strategy.sharded.config import HALF as SHARDED_HALF
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.units import called_modules, find_units
 from stretto.train.precision import HALF
@@ -149,7 +149,7 @@ def contenders(
 def _alone(stage: Stage) -> nn.Module:
     """Return a model that computes in the type that ours does."""
     strategy, model = stage.config.strategy, copy.deepcopy(stage.model)
-    half = SHARDED_HALF[strategy.parameters] if isinstance(strategy, ShardedConfig) else None
+    half = WIRE[strategy.parameters] if isinstance(strategy, ShardedConfig) else None
     return model if half is None else model.to(half)
 
 

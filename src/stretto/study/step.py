@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.cluster.world import World
+from stretto.comm.buckets import WIRE
 from stretto.comm.codecs import parse_wire
 from stretto.comm.connect import connect
 from stretto.data import open_source
@@ -18,7 +19,7 @@ from stretto.measure.live_bytes import peak_bytes
 from stretto.model import GPTConfig, build_model
 from stretto.plan.memory import Widths
 from stretto.run import RunConfig
-from stretto.strategy.sharded.config import HALF, ShardedConfig, checked_plan
+from stretto.strategy.sharded.config import ShardedConfig, checked_plan
 from stretto.study.contenders import ALONE, DDP, Stage, absent_peers, chosen_peers, contenders
 
 
@@ -134,8 +135,8 @@ def must_carry(config: RunConfig, model: nn.Module, hosts: int) -> float | None:
         num_bytes = _summed_bytes(strategy.wire, model)
         return None if num_bytes is None else 2 * (hosts - 1) / hosts * num_bytes
     own = next(p.dtype for p in model.parameters() if p.requires_grad)
-    compute = HALF[strategy.parameters] or own
-    wire = HALF[strategy.wire] or compute
+    compute = WIRE[strategy.parameters] or own
+    wire = WIRE[strategy.wire] or compute
     return link_bytes(checked_plan(strategy, model), Widths(compute.itemsize, wire.itemsize), hosts)
 
 

@@ -91,6 +91,18 @@ class TrainConfig(Config):
         share = -(-self.batch // ranks)
         return -(-share // self.micro_batch)
 
+    def piece_sizes(self, num_samples: int, ranks: int) -> list[int]:
+        """Return the samples of each micro-batch of a rank that has ``num_samples``.
+
+        Where a rank has fewer than the others, the first of its micro-batches are empty, and the
+        rest are as large as they would be.
+        """
+        pieces = used = self.pieces(ranks)
+        if self.micro_batch is not None:
+            used = max(1, -(-num_samples // self.micro_batch))
+        each, larger = divmod(num_samples, used)
+        return [0] * (pieces - used) + [each + (piece < larger) for piece in range(used)]
+
     @property
     def reads_gradients(self) -> bool:
         """Whether whole gradients are looked at before the update."""

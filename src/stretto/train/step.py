@@ -67,8 +67,8 @@ def accumulate(
 
 def micro_batches(parts: Parts, batch: LoadedShare) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the pieces of this rank's share, inputs and targets; some may be empty."""
-    pieces = parts.config.pieces(parts.channel.size)
-    return zip(batch.inputs.tensor_split(pieces), batch.targets.tensor_split(pieces), strict=True)
+    sizes = parts.config.piece_sizes(len(batch.inputs), parts.channel.size)
+    return zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)
 
 
 def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) -> Tensor:

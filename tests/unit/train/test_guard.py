@@ -12,6 +12,7 @@ from stretto.config import load
 from stretto.errors import StrettoError
 from stretto.run import RunConfig, assemble, prepare
 from stretto.telemetry.events import StepLeftOut
+from stretto.train.config import TrainConfig
 from stretto.train.loop import train
 from stretto.train.state import resume_state
 
@@ -194,6 +195,19 @@ def test_a_run_may_stop_in_its_first_step_and_in_one_that_was_just_saved(bad_ste
 
 
 def test_a_ragged_last_step_is_cut_by_its_own_samples(tmp_path):
-    # 49 samples in steps of 12: the last has one, which batch norm could not take in two pieces.
+    # 51 samples in steps of 12: ranks have one sample each in the last step, in two pieces.
     settings = ["data.samples=51", "train.micro_batch=2", "train.steps=5", "data.size=16"]
     assert Run(tmp_path, *settings).said == [""] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"),
+    [(16, [2] * 8), (15, [2] * 7 + [1]), (3, [0] * 6 + [2, 1]), (2, [0] * 7 + [2]), (0, [0] * 8)],
+)
+def test_micro_batches_are_as_many_on_all_ranks_and_as_large_as_can_be(num_samples, sizes):
+    config = TrainConfig(batch=48, micro_batch=2)
+    assert config.piece_sizes(num_samples, ranks=3) == sizes
+
+
+def test_accumulation_cuts_what_there_is():
+    assert TrainConfig(batch=12, accumulation=4).piece_sizes(6, ranks=2) == [2, 2, 1, 1]

@@ -8,15 +8,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.cluster.world import Mesh
+from stretto.comm.buckets import WIRE
 from stretto.comm.channel import Channel
 from stretto.comm.courier import Courier
 from stretto.comm.shards import ALIGN, lay_unit
-from stretto.comm.small import add_up_, gather_text
+from stretto.comm.small import gather_text
 from stretto.errors import ConfigError
 from stretto.plan.value import Plan
 from stretto.strategy.sharded.assumptions import refuse_shared_storage
 from stretto.strategy.sharded.carriage import Carriage
-from stretto.strategy.sharded.config import HALF, ShardedConfig, plan_for, units_of
+from stretto.strategy.sharded.config import ShardedConfig, plan_for, units_of
 from stretto.strategy.sharded.intake import Intake
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.norms import ShardNorms
@@ -56,7 +57,7 @@ def cut_up(
     carriage = Carriage(courier, channel, [held.storage for held in units], config.algorithm)
     for held in units:
         held.storage.empty_gradients()
-    norms = _shard_norms(units, channel) if by_layer else None
+    norms = _shard_norms(units, channel, carriage) if by_layer else None
     if norms is not None:
         optimizer.norms = norms  # type: ignore[attr-defined]
     return Assembled(plan, found, units, carriage, Updates(optimizer, units, norms), ledger)
@@ -82,8 +83,8 @@ def _hold(
 ) -> Held:
     planned = plan.units[index]
     own = unit.parameters[0].dtype
-    compute = HALF[config.parameters] or own
-    types = Types(compute, HALF[config.wire] or compute, _kept(own))
+    compute = WIRE[config.parameters] or own
+    types = Types(compute, WIRE[config.wire] or compute, _kept(own))
     ranks, rank, grain = channel.size, channel.rank, ALIGN
     if planned.in_host:
         hosts, ranks = channel.mesh.hosts, _per_host(channel.mesh)
@@ -107,14 +108,14 @@ def _kept(own: torch.dtype) -> torch.dtype:
     return own if own.itemsize >= 4 else torch.float32
 
 
-def _shard_norms(units: list[Held], channel: Channel) -> ShardNorms:
+def _shard_norms(units: list[Held], channel: Channel, carriage: Carriage) -> ShardNorms:
     layers: dict[torch.Tensor, int] = {}
     counted: list[bool] = []
     for held in units:
         first = len(counted)
         counted += [counts_once(held.storage, channel)] * len(held.storage.parameters)
         layers.update({p.parameter: first + p.tensor for p in held.storage.pieces})
-    return ShardNorms(layers, counted, lambda squares: add_up_(squares, channel))
+    return ShardNorms(layers, counted, carriage.small_sum(2 * len(counted)))
 
 
 def counts_once(storage: UnitStorage, channel: Channel) -> bool:

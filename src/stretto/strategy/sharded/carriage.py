@@ -1,8 +1,9 @@
 """The messages of a plan on real tensors: an errand for each block's reduction and gather."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from stretto.comm.algorithms import (
@@ -11,19 +12,19 @@ from stretto.comm.algorithms import (
     HOST_ALL_GATHER,
     HOST_REDUCE_SCATTER,
     REDUCE_SCATTER,
+    doubling,
 )
 from stretto.comm.algorithms.table import parse_word
 from stretto.comm.channel import Channel, Finished, Pending, SharesNatively
 from stretto.comm.courier import Courier
 from stretto.comm.errand import Errand
-from stretto.comm.schedule import Schedule
-from stretto.errors import ConfigError
+from stretto.comm.schedule import Schedule, on_lane
+from stretto.comm.small import add_up_, gather_text
+from stretto.strategy.sharded.config import AUTO
 from stretto.strategy.sharded.storage import UnitStorage
 
-AUTO = "auto"
 _SPLIT = 1_500_000
 """From so many bytes on, a block is worth sending in two parts beside each other."""
-_KNOWN = tuple(name for name in REDUCE_SCATTER if name in ALL_GATHER)
 
 
 class Carriage:
@@ -78,6 +79,27 @@ class Carriage:
         assert isinstance(self._channel, SharesNatively)
         return self._channel.start_all_gather(whole)
 
+    def small_sum(self, numel: int) -> Callable[[Tensor], None]:
+        """Return what overwrites a small float64 tensor with its sum; all ranks together.
+
+        It is called beside the messages, and beside whatever the training loop sums meanwhile: so
+        it has a lane of its own, behind those of the messages. A GPU queues all of them in order.
+        """
+        if self._units[0].flat.is_cuda:
+            return lambda tensor: add_up_(tensor, self._channel)
+        room = torch.zeros(numel, dtype=torch.float64)
+        errands = (errand for pair in self._errands.values() for errand in pair)
+        mine = max((lane for errand in errands for lane in errand.lanes), default=0)
+        lane = 1 + max(int(theirs) for theirs in gather_text(str(mine), self._channel))
+        (errand,) = self._courier.prepare_all([on_lane(doubling(self._mesh.size), lane)], [room])
+
+        def add_up(tensor: Tensor) -> None:
+            room.copy_(tensor.view(-1))
+            self._courier.start(errand).wait()
+            tensor.view(-1).copy_(room)
+
+        return add_up
+
     def _reducing(self, unit: UnitStorage, tensor: Tensor) -> Schedule:
         name, parts = self._choice(tensor)
         if unit.in_host:
@@ -94,13 +116,7 @@ class Carriage:
 
     def _choice(self, tensor: Tensor) -> tuple[str, int]:
         if self._algorithm != AUTO:
-            name, parts = parse_word(self._algorithm, _KNOWN)
-            if parts not in (1, 2, 4, 8, 16):
-                raise ConfigError(
-                    f"strategy.algorithm = {self._algorithm!r}: blocks are sent in 1, 2, 4, 8 or 16"
-                    " parts"
-                )
-            return name, parts
+            return parse_word(self._algorithm, REDUCE_SCATTER)
         even = len(set(self._mesh.ranks_per_host)) == 1
         nested = even and self._mesh.hosts > 1 and self._mesh.ranks_per_host[0] > 1
         return "hierarchical" if nested else "ring", 2 if tensor.nbytes >= _SPLIT else 1

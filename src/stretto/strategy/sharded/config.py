@@ -5,10 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import nn
 
+from stretto.comm.algorithms import ALL_GATHER, REDUCE_SCATTER
+from stretto.comm.algorithms.table import parse_word
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.plan.check import check
@@ -17,9 +18,10 @@ from stretto.plan.value import Plan, read_plan
 from stretto.strategy.sharded.units import ModelUnit, find_units
 from stretto.units import Bytes
 
+AUTO = "auto"
 _PENDING = 2
-HALF = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""What parameters and gradients may travel as."""
+_PARTS = (1, 2, 4, 8, 16)
+"""Equal parts in which a block can be sent: chunks are multiples of `stretto.comm.shards.ALIGN`."""
 
 
 class ShardedConfig(Config):
@@ -50,6 +52,18 @@ class ShardedConfig(Config):
     """What gradients travel as."""
     parameters: Literal["own", "bf16", "fp16"] = "own"
     """What parameters are gathered and used as; updates are made in their own type."""
+
+    @field_validator("algorithm")
+    @classmethod
+    def _known_algorithm(cls, text: str) -> str:
+        if text != AUTO:
+            try:
+                _, parts = parse_word(text, [name for name in REDUCE_SCATTER if name in ALL_GATHER])
+            except ConfigError as wrong:
+                raise ValueError(str(wrong)) from None
+            if parts not in _PARTS:
+                raise ValueError("blocks are sent in 1, 2, 4, 8 or 16 parts")
+        return text
 
 
 def checked_plan(

@@ -76,6 +76,7 @@ class Dispatcher:
     def count(self, cycle: int, *, last: bool) -> None:
         """Say whether the backward of ``cycle`` ends a step."""
         with self._changed:
+            self._counts = {c: was for c, was in self._counts.items() if c >= cycle - 1}
             self._counts[cycle] = last
             self._pump()
 

@@ -55,7 +55,7 @@ class Engine:
         self._left = [0] * len(units)
         self._complete_ones: set[int] = set()
         self._entered: set[int] = set()
-        self._options: dict[int, Options] = {}
+        self._options: Options = []
         self._sound_in: dict[int, bool] = {}
         self._arrived: dict[int, set[int]] = defaultdict(set)
         self._copies: list[Tensor] = []
@@ -67,11 +67,6 @@ class Engine:
             self._started = True
             self.dispatcher.open_cycle(-1)
             self.dispatcher.arrive(-1, 2 * self._slots.update + 1)
-
-    @property
-    def cycle(self) -> int:
-        """The backward that was last, counted from 0."""
-        return self._cycle
 
     def announce(self, *, last: bool) -> None:
         """Say of the coming backward, or of the one that has just begun, whether it ends a step."""
@@ -219,7 +214,7 @@ class Engine:
         if last:
             for held in self._units:
                 held.intake.begin()
-            self._options = {self._cycle: self._updates.options()}
+            self._options = self._updates.options()
         self.dispatcher.count(self._cycle, last=last)
 
     def _let_go(self, unit: int) -> None:
@@ -263,11 +258,10 @@ class Engine:
 
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
-        storage = self._units[unit].storage
-        if what is not What.REDUCE:
-            storage.allocate()  # here: memory belongs to those who compute
         if what is What.REDUCE:
             return self._aside.send(partial(self._carriage.reduce, unit, block), worked_on=False)
+        storage = self._units[unit].storage
+        storage.allocate()  # here: memory belongs to those who compute
         with self._aside.working():
             storage.lay_chunks(block)
         return self._aside.send(partial(self._carriage.gather, unit, block), worked_on=True)
@@ -294,7 +288,7 @@ class Engine:
         blocks = tuple(sorted(arrived))
         arrived.clear()
         if self._is_sound(task.cycle):
-            self._update(unit, blocks, self._options[task.cycle])
+            self._update(unit, blocks)
         for one in blocks:
             self._give_back(task, unit, one)
         return True
@@ -313,13 +307,13 @@ class Engine:
         return self._sound_in[cycle]
 
     @torch.no_grad()
-    def _update(self, unit: int, blocks: tuple[int, ...], options: Options) -> None:
+    def _update(self, unit: int, blocks: tuple[int, ...]) -> None:
         """Update a unit's blocks right now, on whichever thread this is."""
         storage = self._units[unit].storage
         copies = [c for b in blocks for c in self._updates.hand_over(unit, b, 1.0, copy=False)]
         num_bytes = sum(copy.nbytes for copy in copies)
         self._ledger.take("reduced gradients", num_bytes)
-        self._updates.step(unit, blocks, options)
+        self._updates.step(unit, blocks, self._options)
         self._updates.drop(unit, blocks)
         self._ledger.take("optimizer", self._updates.new_state_bytes(unit))
         self._ledger.take("reduced gradients", -num_bytes)

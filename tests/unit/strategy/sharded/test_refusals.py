@@ -6,8 +6,10 @@ from torch import nn
 
 from stretto.cluster.world import Mesh
 from stretto.comm.local import run_local
+from stretto.config import load
 from stretto.errors import ConfigError, StrettoError
 from stretto.plan.presets import Shape, named_plan
+from stretto.run import RunConfig
 from stretto.strategy.sharded.config import ShardedConfig, checked_plan
 from stretto.strategy.sharded.strategy import Sharded
 
@@ -201,9 +203,14 @@ def test_units_are_shared_out_in_hosts_of_equal_size_only():
         on_ranks(nothing, ranks=Mesh((2, 1)), in_host=True)
 
 
-def test_blocks_are_not_sent_in_three_parts():
-    with pytest.raises(ConfigError, match=r"strategy\.algorithm = 'ring/3': .* 1, 2, 4, 8 or 16"):
-        on_ranks(nothing, ranks=1, algorithm="ring/3")
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [("ring/3", "1, 2, 4, 8 or 16 parts"), ("rnig", 'did you mean "ring"'), ("halving", "known")],
+)
+def test_an_algorithm_that_cannot_be_is_refused_before_anything_starts(word, why):
+    settings = ["strategy.kind=sharded", f"strategy.algorithm={word}"]
+    with pytest.raises(ConfigError, match=rf"strategy\.algorithm.*{why}"):
+        load(RunConfig, None, settings)
 
 
 def test_two_parameters_in_one_memory_are_refused():
