@@ -33,6 +33,8 @@ class Agreed:
     gradients: tuple[Tensor, ...] = ()
     updated_s: float = 0.0
     """How long updates took that were made beside the messages: compute, not communication."""
+    waited_s: float = 0.0
+    """How long forward and backward stood still for messages: communication, not compute."""
     done: bool = False
     """Whether updates are made as gradients arrive: there is nothing left to step."""
     total_norm: Callable[[], Tensor] | None = None

@@ -54,12 +54,12 @@ class Meter:
     def add(self, loss: Tensor, settled: Settled, agreed: Agreed | None) -> None:
         """Add this rank's sum of losses and all ranks' samples; the device is not read yet.
 
-        Updates made while gradients were waited for are compute. Of a step that was left out only
-        the time counts.
+        Updates made while gradients were waited for are compute, what forward and backward waited
+        for is not. Of a step that was left out only the time counts.
         """
         self._comm_s += settled.wait_s
         if agreed is not None:
-            self._comm_s -= agreed.updated_s
+            self._comm_s += agreed.waited_s - agreed.updated_s
             self._loss = loss if self._loss is None else self._loss + loss
             self._samples += settled.num_samples
 

@@ -4,6 +4,7 @@ A cycle is one backward and the forward that follows it; the first forward belon
 Backward passes that only accumulate are cycles, too, in which nothing is reduced or updated.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -60,6 +61,7 @@ class Engine:
         self._arrived: dict[int, set[int]] = defaultdict(set)
         self._copies: list[Tensor] = []
         self._started = False
+        self._waited_s = 0.0
 
     def start(self) -> None:
         """Let the gathers of the first forward begin; once."""
@@ -174,6 +176,11 @@ class Engine:
         if not self._counts or not self.plan.barrier:
             self.dispatcher.arrive(self._cycle, 2 * self._slots.update + 1)
 
+    def take_waited_s(self) -> float:
+        """Return how long the computation has waited for messages since this was last asked."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
     def make_whole(self) -> set[int]:
         """Drain, and gather whatever the coming forward has not; return what was gathered so."""
         self.dispatcher.drain(self._cycle)
@@ -238,8 +245,9 @@ class Engine:
         self._aside.sweep()
 
     def _require(self, tasks: Iterable[Task]) -> None:
-        wanted = list(tasks)
+        wanted, asked_s = list(tasks), time.monotonic()
         self.dispatcher.require(wanted)
+        self._waited_s += time.monotonic() - asked_s
         self._aside.wait_for(task.key for task in wanted)
 
     def _cycle_of(self, message: Message, cycle: int | None = None) -> int:

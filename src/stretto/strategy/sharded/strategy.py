@@ -156,15 +156,17 @@ class Sharded:
     def after_backward(self, *, update: bool = True) -> Agreed:
         """Let what backward left go; where somebody reads gradients, wait for all of them."""
         engine = self._running()
+        waited_s = engine.take_waited_s()
         engine.end_backward()
+        engine.take_waited_s()  # whoever calls this has a clock of its own
         if not engine.plan.barrier:
             engine.judge(sound=update)
-            return Agreed(done=True)
+            return Agreed(waited_s=waited_s, done=True)
         self._weights.reset()
         self._step_is_open = True
         if update:
             self._after_step = self._cut.updates.around_whole_step()
-        return Agreed(tuple(self._gradients()), total_norm=self._norm)
+        return Agreed(tuple(self._gradients()), waited_s=waited_s, total_norm=self._norm)
 
     def after_update(self) -> None:
         """Let gathers begin, once all pieces are up to date."""

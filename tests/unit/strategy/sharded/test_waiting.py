@@ -1,0 +1,32 @@
+"""What forward and backward wait for is told as communication."""
+
+import torch
+from torch import nn
+
+from stretto.comm.emulated import EmulatedLink
+from stretto.comm.local import run_local
+from stretto.strategy.sharded.config import ShardedConfig
+from stretto.strategy.sharded.strategy import Sharded
+
+BYTES_PER_S = 64 * 64 * 4 / 0.02
+"""A layer's parameters take 20 ms."""
+
+
+def waited_s(channel):
+    link = EmulatedLink(channel, latency_s=0.0, bytes_per_s=BYTES_PER_S)
+    strategy = Sharded(ShardedConfig(plan="zero3", unit=0, prefetch=0), link)
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    model, _ = strategy.attach(model, lambda p: torch.optim.SGD(p, lr=0.01))
+    waited = []
+    for step in range(3):
+        strategy.begin(step, 0, True, 0.01)
+        model(torch.ones(1, 64)).sum().backward()
+        waited.append(strategy.after_backward().waited_s)
+        strategy.after_update()
+    strategy.close()
+    return waited[-1]
+
+
+def test_a_model_that_is_gathered_as_it_runs_waits_for_every_layer():
+    # Two ranks: half of each layer crosses the link, 10 ms; at least four gathers and three again.
+    assert min(run_local(2, waited_s)) > 0.05
