@@ -21,6 +21,7 @@ from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.dispatcher import Dispatcher, Task, Work
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.updates import Held, Options, Updates
+from stretto.telemetry.timeline import Recorder, Span
 
 
 class Engine:
@@ -62,6 +63,11 @@ class Engine:
         self._copies: list[Tensor] = []
         self._started = False
         self._waited_s = 0.0
+        self.recorder: Recorder | None = None
+        """Draws messages; on a GPU the host does not know when they are over, and there is none."""
+        self.step = 0
+        self._carried_s: dict[tuple[What, int, int], float] = {}
+        self._landed_s = 0.0
 
     def start(self) -> None:
         """Let the gathers of the first forward begin; once."""
@@ -266,6 +272,7 @@ class Engine:
 
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
+        self._carried_s[task.key] = time.monotonic()
         if what is What.REDUCE:
             return self._aside.send(partial(self._carriage.reduce, unit, block), worked_on=False)
         storage = self._units[unit].storage
@@ -275,6 +282,7 @@ class Engine:
         return self._aside.send(partial(self._carriage.gather, unit, block), worked_on=True)
 
     def _land(self, task: Task) -> bool:
+        self._draw(task)
         if task.message.what is not What.REDUCE:
             self._aside.mark(task.key, worked_on=False)
             return False
@@ -282,6 +290,21 @@ class Engine:
             updated = self._conclude(task)
         self._aside.mark(task.key, worked_on=True)
         return updated
+
+    def _draw(self, task: Task) -> None:
+        """Note when a message was on its way: from its beginning, or the end of the one before."""
+        if self.recorder is None:
+            return
+        what, unit, block = task.key
+        ended_s = time.monotonic()
+        started_s = min(max(self._carried_s.pop(task.key), self._landed_s), ended_s)
+        self._landed_s = ended_s
+        storage = self._units[unit].storage
+        num_bytes = storage.layout.blocks[block].numel * storage.flat.element_size()
+        if what is What.REDUCE:
+            num_bytes = storage.gradients[block].nbytes
+        name = f"{what} {self.plan.units[unit].name}"
+        self.recorder.add(Span(name, "comm 0", started_s, ended_s, self.step, num_bytes))
 
     def _conclude(self, task: Task) -> bool:
         """Use the sums of a block; say whether parameters are up to date by it."""

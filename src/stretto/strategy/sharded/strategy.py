@@ -100,8 +100,10 @@ class Sharded:
                 plan, cut.units, cut.carriage, cut.updates, cut.ledger, self._weights
             )
             self._engine.sound = lambda: self.sound()
-            # On a GPU to wait is to queue: no thread is needed for it.
-            self._engine.dispatcher.inline = self.inline or cut.units[0].storage.flat.is_cuda
+            on_gpu = cut.units[0].storage.flat.is_cuda
+            # There to wait is to queue: no thread is needed for it.
+            self._engine.dispatcher.inline = self.inline or on_gpu
+            self._engine.recorder = None if on_gpu else self._recorder
             if not plan.barrier:
                 cut.updates.hide()
         if self._whole:
@@ -151,7 +153,9 @@ class Sharded:
         self._weights.begin()
         if last_micro:
             self._weights.start(self._channel)
-        self._running().announce(last=last_micro)
+        engine = self._running()
+        engine.step = step
+        engine.announce(last=last_micro)
 
     def after_backward(self, *, update: bool = True) -> Agreed:
         """Let what backward left go; where somebody reads gradients, wait for all of them."""
