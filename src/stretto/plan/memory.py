@@ -36,6 +36,8 @@ class Holding:
     """From the first step to the last: parameters or chunks, masters, optimizer state."""
     gathered: int
     """Whole parameters of a unit that comes and goes; else nothing."""
+    inside: int
+    """What of `always` lies inside them while they are there."""
     gradients: tuple[int, ...]
     """Of each block, from its unit's backward until it has been reduced."""
     reduced: tuple[int, ...]
@@ -64,7 +66,12 @@ def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: 
         always, gradients = always + sum(gradients), (0,) * len(gradients)
     nothing = (0,) * len(gradients)
     return Holding(
-        always, whole if kind.is_freed else 0, gradients, sums if copied else nothing, in_place
+        always,
+        whole if kind.is_freed else 0,
+        own if kind.is_freed and not has_master else 0,
+        gradients,
+        sums if copied else nothing,
+        in_place,
     )
 
 
@@ -103,6 +110,8 @@ def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int
         waits = plan.barrier and what is What.GATHER
         first = max(2 * gate, 2 * slots.update + 1) if waits else 2 * gate
         yield first, 2 * used, holdings[unit].gathered
+        if what is What.GATHER and plan.units[unit].sharding is Sharding.ZERO2:
+            yield 2 * slots.forward(unit) + 1, 2 * used - 1, -holdings[unit].inside
 
 
 def logical_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
@@ -121,7 +130,8 @@ class _Timeless:
         self._holdings = holdings
         self._live = sum(held.always for held in holdings)
         self._peaks: list[int] = []
-        self._gathered: set[int] = set()
+        self._gathered: dict[int, int] = {}
+        """Units that are whole, each with the number of its blocks that have been gathered."""
         self._produced: set[int] = set()
         self._updated = set(range(len(plan.units)))
         first = [m for m in plan.messages if m.what is not What.REDUCE]
@@ -169,9 +179,12 @@ class _Timeless:
         self._peaks[-1] = max(self._peaks[-1], self._live)
 
     def _let_go(self, unit: int) -> None:
-        if unit in self._gathered:
-            self._gathered.remove(unit)
-            self._live -= self._holdings[unit].gathered
+        num_gathered = self._gathered.pop(unit, 0)
+        if not num_gathered:
+            return
+        if num_gathered == len(self._plan.units[unit].blocks):
+            self._take(self._holdings[unit].inside)
+        self._live -= self._holdings[unit].gathered
 
     def _ahead(self, message: Message) -> bool:
         return self._slots.is_forward(message.gate)
@@ -191,9 +204,10 @@ class _Timeless:
         unit = message.unit
         held = self._holdings[unit]
         if message.what is not What.REDUCE:
-            if unit not in self._gathered:
-                self._gathered.add(unit)
-                self._take(held.gathered)
+            self._take(0 if unit in self._gathered else held.gathered)
+            self._gathered[unit] = self._gathered.get(unit, 0) + 1
+            if self._gathered[unit] == len(self._plan.units[unit].blocks):
+                self._live -= held.inside
             return
         self._take(held.reduced[message.block])
         if self._plan.barrier:

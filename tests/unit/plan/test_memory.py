@@ -34,14 +34,15 @@ def holdings_of(plan, widths=MOMENTUM, ranks=RANKS, rank=0):
         ("zero1", Wish(), [1216] * 5, [1216] * 5),
         # The parameters and half of the momentum: 576; gradients as in ddp.
         ("dear", Wish(), [960, 832, 576, 576, 576], [960, 1216, 1216, 1216, 960]),
-        # Half of both: 384; whole from the update (768) until after backward.
-        ("zero2", Wish(), [1152, 768, 768, 768, 768], [1152, 1152, 1408, 1408, 1152]),
+        # Half of both: 384. Whole parameters from the update until after backward, a rank's halves
+        # (64 of a, 128 of b) inside them; beside them when they come and go.
+        ("zero2", Wish(), [1088, 768, 704, 576, 576], [1088, 1152, 1408, 1408, 1088]),
         # Just in time, and only b is there when backward begins.
         ("zero3", Wish(prefetch=0), [1024, 768, 384, 512, 640], [1024, 1152, 1024, 1152, 1024]),
         # For an update that waits for all, sums lie where they were reduced ...
         ("ddp", Wish(barrier=True), [1152, 1408, 1408, 768, 768], [1152, 1408, 1408, 768, 768]),
         # ... or are copied (b's 128, a's 64), so that the room of gradients can be given back.
-        ("zero2", Wish(barrier=True), [1152, 896, 768, 768, 768], [1152, 1280, 1216, 768, 768]),
+        ("zero2", Wish(barrier=True), [1088, 896, 704, 576, 576], [1088, 1280, 1216, 768, 704]),
         # Gradients wait for no longer than the next slot: b's are never there with a gathered.
         (
             "zero3",

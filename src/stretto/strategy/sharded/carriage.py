@@ -23,8 +23,11 @@ from stretto.comm.small import add_up_, gather_text
 from stretto.strategy.sharded.config import AUTO
 from stretto.strategy.sharded.storage import UnitStorage
 
+_LANES = 3
+"""Blocks that travel beside each other, whole: while one waits for a rank that is late, the bytes
+of another keep the link busy."""
 _SPLIT = 1_500_000
-"""From so many bytes on, a block is worth sending in two parts beside each other."""
+"""From so many bytes on, a block is worth sending in two parts, where phases follow each other."""
 
 
 class Carriage:
@@ -47,9 +50,11 @@ class Carriage:
             if self._natively[index]:
                 continue
             for block, gradient in enumerate(unit.gradients):
+                lane = len(places) % _LANES
                 places.append((index, block))
-                jobs.append((self._reducing(unit, gradient), gradient))
-                jobs.append((self._gathering(unit, unit.whole(block)), unit.whole(block)))
+                whole = unit.whole(block)
+                jobs.append((self._in_turn(self._reducing(unit, gradient), lane), gradient))
+                jobs.append((self._in_turn(self._gathering(unit, whole), lane), whole))
         if not jobs:
             return {}
         schedules, tensors = zip(*jobs, strict=True)
@@ -117,6 +122,15 @@ class Carriage:
     def _choice(self, tensor: Tensor) -> tuple[str, int]:
         if self._algorithm != AUTO:
             return parse_word(self._algorithm, REDUCE_SCATTER)
+        if not self._is_nested:
+            return "ring", 1
+        return "hierarchical", 2 if tensor.nbytes >= _SPLIT else 1
+
+    @property
+    def _is_nested(self) -> bool:
         even = len(set(self._mesh.ranks_per_host)) == 1
-        nested = even and self._mesh.hosts > 1 and self._mesh.ranks_per_host[0] > 1
-        return "hierarchical" if nested else "ring", 2 if tensor.nbytes >= _SPLIT else 1
+        return even and self._mesh.hosts > 1 and self._mesh.ranks_per_host[0] > 1
+
+    def _in_turn(self, schedule: Schedule, lane: int) -> Schedule:
+        """Give a block that is sent in one phase, whole, a lane among its neighbours."""
+        return schedule if self._is_nested or self._algorithm != AUTO else on_lane(schedule, lane)

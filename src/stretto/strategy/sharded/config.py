@@ -19,7 +19,7 @@ from stretto.strategy.sharded.units import ModelUnit, find_units
 from stretto.units import Bytes
 
 AUTO = "auto"
-_PENDING = 2
+_PENDING = 3
 _PARTS = (1, 2, 4, 8, 16)
 """Equal parts in which a block can be sent: chunks are multiples of `stretto.comm.shards.ALIGN`."""
 
@@ -32,10 +32,10 @@ class ShardedConfig(Config):
     """What is kept and when everything travels: "ddp", "zero1", "zero2", "zero3", "dear",
     "random 7" (valid, from a seed), or a file with a plan."""
     prefetch: int | None = Field(default=None, ge=0)
-    """Units ahead of the one that runs whose parameters may be gathered; when not set, 2 for zero3,
+    """Units ahead of the one that runs whose parameters may be gathered; when not set, 1 for zero3,
     and as many as there are for others."""
     pending: int | None = Field(default=None, ge=0)
-    """Slots that a gradient may wait for its reduction before the model does; when not set, 2 where
+    """Slots that a gradient may wait for its reduction before the model does; when not set, 3 where
     a forward was seen before (stretto train), else until the reduction is needed."""
     unit: Bytes = 2_000_000
     """Neighbours are joined until a unit has so many bytes."""
@@ -114,7 +114,7 @@ def plan_for(
 
 
 def _wish(config: ShardedConfig, word: str, element_bytes: int, seen: bool) -> Wish:
-    prefetch = 2 if config.prefetch is None and word == "zero3" else config.prefetch
+    prefetch = 1 if config.prefetch is None and word == "zero3" else config.prefetch
     # A rank that runs ahead takes the cores from those that it then waits for; but who waits in
     # backward must know its order.
     pending = _PENDING if config.pending is None and seen else config.pending

@@ -240,6 +240,8 @@ class Engine:
         """Let a unit go whose backward did not run, or not whole, once it is all there."""
         came = self._gathers(unit, self._cycle - 1) + self._regathers(unit, self._cycle)
         self._require(came)
+        # It may have been updated meanwhile, from what lay inside what now goes.
+        self._aside.wait_for((m.what, m.unit, m.block) for m in self._messages[What.REDUCE, unit])
         self._let_go(unit)
 
     def _enter(self, slot: int) -> None:
@@ -279,6 +281,7 @@ class Engine:
         storage.allocate()  # here: memory belongs to those who compute
         with self._aside.working():
             storage.lay_chunks(block)
+        self._aside.give_back(task.key, storage.keep_inside)
         return self._aside.send(partial(self._carriage.gather, unit, block), worked_on=True)
 
     def _land(self, task: Task) -> bool:
@@ -341,6 +344,7 @@ class Engine:
     def _update(self, unit: int, blocks: tuple[int, ...]) -> None:
         """Update a unit's blocks right now, on whichever thread this is."""
         storage = self._units[unit].storage
+        storage.keep_apart()
         copies = [c for b in blocks for c in self._updates.hand_over(unit, b, 1.0, copy=False)]
         num_bytes = sum(copy.nbytes for copy in copies)
         self._ledger.take("reduced gradients", num_bytes)

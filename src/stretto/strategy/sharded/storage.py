@@ -3,8 +3,12 @@
 Whole parameters are views of one flat tensor. To let them go its storage is emptied; views that
 backward has saved see the new one once it is there again. A parameter that is not there has no
 elements, so that whoever uses it out of turn is told, and reads no foreign memory.
+
+While whole parameters are there, this rank's chunks of the same type lie inside them, and nowhere
+else.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,6 +75,10 @@ class UnitStorage:
         """Whether whole parameters are there."""
         self._without_room: set[int] = set()
         self.kept = self._keep()
+        self._may_lie_inside = self.sharding.is_freed and types.kept == types.compute
+        self._lies_inside = False
+        self._laid: set[int] = set()
+        self._moving = threading.Lock()
         self.pieces = tuple(self._cut_pieces())
         self._pieces_in: dict[tuple[int, int], list[Piece]] = {}
         for piece in self.pieces:
@@ -154,6 +162,7 @@ class UnitStorage:
         if self.live:
             return
         _resize(self.flat, self.layout.numel)
+        self._laid.clear()
         self._ledger.take("gathered parameters", self.flat.nbytes)
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
@@ -170,6 +179,7 @@ class UnitStorage:
         """Let whole parameters go; this rank's chunks stay."""
         if not self.live or not self.sharding.is_freed:
             return
+        self.keep_apart()
         self._ledger.take("gathered parameters", -self.flat.nbytes)
         for parameter in self.parameters:
             parameter.data = self._empty
@@ -179,17 +189,40 @@ class UnitStorage:
     @torch.no_grad()
     def lay_chunks(self, index: int) -> None:
         """Put what this rank has updated of block ``index`` where it is gathered from and used."""
-        if self.kept is self.flat:
+        if self.kept is self.flat or self._lies_inside:
             return
         block = self.layout.blocks[index]
         for owner in self.owners:
             self.chunk(self.flat, block, owner).copy_(self.kept_chunk(index, owner))
+        self._laid.add(index)
+
+    def keep_inside(self) -> None:
+        """Let this rank's chunks lie in the whole parameters alone, once all have been laid."""
+        with self._moving:
+            all_laid = len(self._laid) == len(self.layout.blocks)
+            if self._may_lie_inside and all_laid and self.live and not self._lies_inside:
+                self._lies_inside = True
+                self._ledger.take("parameters", -self.kept.nbytes)
+                _resize(self.kept, 0)
+
+    def keep_apart(self) -> None:
+        """Let this rank's chunks lie apart: they are updated, or the whole parameters go."""
+        with self._moving:
+            if self._lies_inside:
+                _resize(self.kept, self.kept.numel())
+                self._ledger.take("parameters", self.kept.nbytes)
+                self._copy_own()
+                self._laid.clear()
+                self._lies_inside = False
 
     @torch.no_grad()
     def take_whole(self) -> None:
         """Keep what whole parameters now are: somebody else has set them."""
-        if self.kept is self.flat:
-            return
+        if self.kept is not self.flat and not self._lies_inside:
+            self._copy_own()
+
+    @torch.no_grad()
+    def _copy_own(self) -> None:
         for index, block in enumerate(self.layout.blocks):
             for owner in self.owners:
                 self.kept_chunk(index, owner).copy_(self.chunk(self.flat, block, owner))

@@ -210,7 +210,10 @@ class Sharded:
         self._buffers.settle(self._channel)
 
     def _cut_again(self) -> None:
-        """Let go what was made whole for somebody, and is not needed yet."""
+        """Let go what was made whole for somebody, and is not needed yet; keep what they wrote."""
+        for held in self._cut.units:
+            if held.storage.types.kept == held.storage.types.compute:
+                held.storage.take_whole()
         for unit in self._borrowed:
             self._cut.units[unit].storage.let_go()
         self._borrowed = set()

@@ -210,20 +210,27 @@ def _joined(units: list[ModelUnit], least_numel: int) -> list[ModelUnit]:
     """Join neighbours until each has ``least_numel`` elements.
 
     Embeddings that follow each other are one in any case: positions are often read, not called.
+    What is used often, or nobody knows when, is not joined to what is not: all would stay for it.
     """
     joined: list[ModelUnit] = []
     for unit in units:
         before = joined[-1] if joined else None
         if before is not None and _same_kind(before, unit):
-            small = before.numel < least_numel
+            small = before.numel < least_numel and _stay_as_long(before, unit)
             embeds = all(isinstance(m, nn.Embedding) for m in (*before.modules, *unit.modules))
             if small or embeds:
                 joined[-1] = _together(before, unit)
                 continue
         joined.append(unit)
-    if len(joined) > 1 and joined[-1].numel < least_numel and _same_kind(*joined[-2:]):
-        joined[-2:] = [_together(*joined[-2:])]
+    if len(joined) > 1 and joined[-1].numel < least_numel:
+        before, last = joined[-2:]
+        if _same_kind(before, last) and _stay_as_long(before, last):
+            joined[-2:] = [_together(before, last)]
     return joined
+
+
+def _stay_as_long(one: ModelUnit, other: ModelUnit) -> bool:
+    return (one.used_often, one.spread) == (other.used_often, other.spread)
 
 
 def _same_kind(one: ModelUnit, other: ModelUnit) -> bool:
