@@ -3,6 +3,8 @@
     python benchmarks/one_gpu.py --hosts 2 --ranks-per-host 2 -- stretto bench collectives ...
 
 NCCL then talks over sockets: a slow network beside a fast GPU, with real streams and overlap.
+A client of MPS has two queues to the GPU unless told otherwise, and streams that share one wait for
+each other: it is given eight, what a process without MPS has.
 """
 
 import argparse
@@ -22,6 +24,7 @@ NCCL = {
     "NCCL_SHM_DISABLE": "1",
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "8",
 }
 
 

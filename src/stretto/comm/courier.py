@@ -75,11 +75,15 @@ class Flight:
 
 
 class Courier:
-    """Owner of the lanes' threads; `close` ends them once everything submitted has been run."""
+    """Owner of the lanes' threads; `close` ends them once everything submitted has been run.
 
-    def __init__(self, channel: Channel) -> None:
+    A ``frugal`` one gives room for what arrives back whenever nothing does; others, once everything
+    has been laid out, allocate nothing.
+    """
+
+    def __init__(self, channel: Channel, *, frugal: bool = False) -> None:
         self._channel = channel
-        self._scratch = Scratch()
+        self._scratch = Scratch(lent=frugal)
         self._agreed: set[str] = set()
         self._lanes: dict[int, _Lane] = {}
         self._streams: Streams | None = None
@@ -101,7 +105,8 @@ class Courier:
                 f"{schedule.name} was made for {schedule.size} ranks, the channel has "
                 f"{self._channel.size}"
             )
-        return lay_out(schedule, tensor, self._channel.rank, self._scratch, codec)
+        with self._scratch.laying_out():
+            return lay_out(schedule, tensor, self._channel.rank, self._scratch, codec)
 
     def prepare_all(self, schedules: Sequence[Schedule], tensors: Sequence[Tensor]) -> list[Errand]:
         """Lay each schedule on its tensor, and make sure that all ranks mean the same."""
@@ -143,7 +148,7 @@ class Courier:
         flight = Flight(errand)
         for lane in errand.lanes:
             if lane not in self._lanes:
-                self._lanes[lane] = _Lane(lane, self._channel)
+                self._lanes[lane] = _Lane(lane, self._channel, self._scratch)
             self._lanes[lane].submit(flight)
         return flight
 
@@ -155,8 +160,13 @@ class Courier:
             self.start(errand).wait()
             return
         self.agree(errand)
-        for leg in errand.legs:
-            leg.run(self._channel)
+        (lane,) = errand.lanes
+        self._scratch.open(lane)
+        try:
+            for leg in errand.legs:
+                leg.run(self._channel)
+        finally:
+            self._scratch.close(lane)
 
     def close(self) -> None:
         """End the threads after what is queued; safe to call twice."""
@@ -168,9 +178,10 @@ class Courier:
 class _Lane:
     """One thread that runs the legs of one lane."""
 
-    def __init__(self, number: int, channel: Channel) -> None:
+    def __init__(self, number: int, channel: Channel, scratch: Scratch) -> None:
         self._number = number
         self._channel = channel
+        self._scratch = scratch
         self._flights: queue.SimpleQueue[Flight | None] = queue.SimpleQueue()
         self._submitted = self._finished = 0
         self._broken: BaseException | None = None
@@ -195,10 +206,16 @@ class _Lane:
         while (flight := self._flights.get()) is not None:
             if self._broken is not None:
                 flight.fail(self._broken)  # the peers' messages no longer match ours
+            if flight.errand.needs_room:
+                self._scratch.open(self._number)
+            else:
+                self._scratch.close(self._number)
             for leg in flight.errand.legs:
                 if leg.lane == self._number:
                     flight.run(leg, self._channel)
             self._broken = self._broken or flight.failure
+            if self._flights.empty():
+                self._scratch.close(self._number)
             self._finished += 1
 
 

@@ -3,7 +3,10 @@
 Made before the first message and used again and again: running it allocates nothing.
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +23,16 @@ class Scratch:
     """Room for what arrives before it is added: one per lane, grown when an errand needs more.
 
     A lane runs one round at a time, so all its rounds and errands share it; ``use`` tells apart
-    what one round needs at the same time.
+    what one round needs at the same time. One that is ``lent`` has memory only while errands are
+    laid out or run, unless it is on a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lent: bool = False) -> None:
+        self._lent = lent
         self._rooms: dict[tuple[int, str, torch.dtype, torch.device], Tensor] = {}
+        self._of_lane: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._open: set[int] = set()
+        self._changing = threading.Lock()  # lanes run while others are laid out
 
     def cut(self, lane: int, sizes: list[int], like: Tensor, use: str = "arrived") -> list[Tensor]:
         """Return tensors of ``sizes`` elements for one round of ``lane``."""
@@ -32,7 +40,43 @@ class Scratch:
         room = self._rooms.get(key)
         if room is None or room.numel() < needed:
             room = self._rooms[key] = like.new_empty(needed)
+            if self._lent and not room.is_cuda:
+                self._of_lane[lane].append(room)
         return list(room[:needed].split(sizes))
+
+    @contextmanager
+    def laying_out(self) -> Iterator[None]:
+        """Let views be cut in here: of rooms without memory there are none."""
+        with self._changing:
+            self._fill(self._of_lane)
+            yield
+            for lane in self._of_lane.keys() - self._open:
+                self._empty(lane)
+
+    def open(self, lane: int) -> None:
+        """Give the rooms of ``lane`` memory: an errand begins there."""
+        if not self._lent:
+            return
+        with self._changing:
+            self._open.add(lane)
+            self._fill([lane])
+
+    def close(self, lane: int) -> None:
+        """Take it back: nothing goes on there."""
+        if not self._lent:
+            return
+        with self._changing:
+            self._open.discard(lane)
+            self._empty(lane)
+
+    def _fill(self, lanes: Iterable[int]) -> None:
+        for room in (room for lane in lanes for room in self._of_lane[lane]):
+            if not room.untyped_storage().nbytes():
+                room.untyped_storage().resize_(room.nbytes)
+
+    def _empty(self, lane: int) -> None:
+        for room in self._of_lane[lane]:
+            room.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +131,8 @@ class Errand:
     legs: tuple[Leg, ...]
     lanes: tuple[int, ...]
     """The lanes it uses."""
+    needs_room: bool
+    """Whether something arrives that does not belong where it arrives."""
     layout: str
     """What must be equal on all ranks before the first message is sent."""
 
@@ -109,7 +155,8 @@ def lay_out(
     lanes = tuple(dict.fromkeys(leg.lane for leg in legs))
     coded = f" as {codec.name}" if codec else ""
     layout = f"{schedule.name} over {flat.numel()} x {flat.dtype}{coded}"
-    return Errand(schedule, flat, legs, lanes, layout)
+    needs_room = codec is not None or any(leg.additions for leg in legs)
+    return Errand(schedule, flat, legs, lanes, needs_room, layout)
 
 
 def _legs(

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALLREDUCE
+from stretto.comm.algorithms import ALL_GATHER, ALLREDUCE
 from stretto.comm.courier import Courier
 from stretto.comm.local import run_local
 from stretto.comm.recording import RecordingChannel
@@ -145,3 +145,26 @@ def test_a_schedule_for_other_ranks_and_a_tensor_with_gaps_are_refused():
                 courier.prepare(ALLREDUCE["ring"](Mesh((2,)), 1), torch.ones(4, 4)[:, 1])
 
     run_local(2, work)
+
+
+def test_a_frugal_courier_keeps_no_room_when_nothing_travels():
+    def work(channel):
+        def kept(courier):
+            return sum(room.untyped_storage().nbytes() for room in courier._scratch._rooms.values())
+
+        with Courier(channel, frugal=True) as courier:
+            summed, gathered = torch.ones(4098), torch.zeros(4098)
+            gathered.chunk(channel.size)[channel.rank].fill_(channel.rank + 1.0)
+            schedules = [ALLREDUCE["ring"](channel.mesh, 2), ALL_GATHER["ring"](channel.mesh, 1)]
+            errands = courier.prepare_all(schedules, [summed, gathered])
+            before = kept(courier)
+            for _ in range(3):
+                flights = [courier.start(errand) for errand in (*errands, *errands)]
+                for flight in flights:
+                    flight.wait()
+        return before, kept(courier), summed, gathered
+
+    for before, after, summed, gathered in run_local(3, work):
+        assert before == after == 0
+        assert torch.equal(summed, torch.full((4098,), 3.0**6))
+        assert gathered.unique().tolist() == [1.0, 2.0, 3.0]

@@ -19,7 +19,9 @@ from stretto.strategy.sharded.units import ModelUnit, find_units
 from stretto.units import Bytes
 
 AUTO = "auto"
-_PENDING = 3
+_AHEAD, _BEHIND = 1, 3
+"""Units that zero3 gathers ahead, and slots that gradients wait for their reduction in others: what
+measured best; zero3 is for those who want little memory, and waits for one."""
 _PARTS = (1, 2, 4, 8, 16)
 """Equal parts in which a block can be sent: chunks are multiples of `stretto.comm.shards.ALIGN`."""
 
@@ -35,8 +37,8 @@ class ShardedConfig(Config):
     """Units ahead of the one that runs whose parameters may be gathered; when not set, 1 for zero3,
     and as many as there are for others."""
     pending: int | None = Field(default=None, ge=0)
-    """Slots that a gradient may wait for its reduction before the model does; when not set, 3 where
-    a forward was seen before (stretto train), else until the reduction is needed."""
+    """Slots that a gradient may wait for its reduction before the model does; when not set, 3 (1 for
+    zero3) where a forward was seen before (stretto train), else until the reduction is needed."""
     unit: Bytes = 2_000_000
     """Neighbours are joined until a unit has so many bytes."""
     block: Bytes | None = None
@@ -114,10 +116,13 @@ def plan_for(
 
 
 def _wish(config: ShardedConfig, word: str, element_bytes: int, seen: bool) -> Wish:
-    prefetch = 1 if config.prefetch is None and word == "zero3" else config.prefetch
+    frugal = word == "zero3"
+    prefetch = _AHEAD if config.prefetch is None and frugal else config.prefetch
     # A rank that runs ahead takes the cores from those that it then waits for; but who waits in
     # backward must know its order.
-    pending = _PENDING if config.pending is None and seen else config.pending
+    pending = config.pending
+    if pending is None and seen:
+        pending = 1 if frugal else _BEHIND
     return Wish(
         prefetch=prefetch,
         pending=pending,

@@ -47,7 +47,7 @@ class Sharded:
         """The modules that a forward calls, in order, where that is known before `attach`."""
         self._config, self._channel = config, channel
         self._recorder = recorder or Recorder(channel.rank)
-        self._courier = Courier(channel)
+        self._courier = Courier(channel, frugal=True)
         self._weigh_samples = weigh_samples
         self._weights: Weights = Summed()
         self._engine: Engine | None = None
