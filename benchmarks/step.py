@@ -1,7 +1,7 @@
 """Step time of the 25 MB GPT against peers at their best, in a cluster in a box.
 
     python benchmarks/step.py                                     all-reduce; ``make bench``
-    python benchmarks/step.py dear zero2 zero3 --rates 200mbit 400mbit 800mbit
+    python benchmarks/step.py dear zero2 zero3 --rates 200mbit 400mbit 800mbit --runs 5
 
 Every case keeps a record. All-reduce must hold its claim; of the sharded plans, seconds and bytes
 are told beside those of tuned DDP and of FSDP2 with the same memory.
@@ -14,7 +14,7 @@ from record import record
 
 HOSTS = 4
 RATE = "400mbit"
-BENCH = ["stretto", "bench", "step", "--runs", "9", "--json"]
+BENCH = ["stretto", "bench", "step", "--json"]
 CASES = {
     "allreduce": ("step", []),
     **{
@@ -36,19 +36,22 @@ def main() -> int:
     )
     parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
     parser.add_argument("--rates", nargs="+", default=[RATE])
+    parser.add_argument("--runs", default="9")
     args = parser.parse_args()
     for case in args.cases:
         if case not in CASES:
             parser.error(f"no case {case!r}; known: {', '.join(CASES)}")
-    codes = [run(case, rate) for rate in args.rates for case in args.cases or ["allreduce"]]
+    cases = args.cases or ["allreduce"]
+    codes = [run(case, rate, args.runs) for rate in args.rates for case in cases]
     return max(codes)
 
 
-def run(case: str, rate: str) -> int:
+def run(case: str, rate: str, runs: str) -> int:
     """Measure one case at one rate; return its exit code."""
     name, settings = CASES[case]
     lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--"]
-    code, rows = record(f"{name}_{HOSTS}x1_{rate}", lab + BENCH + settings)
+    bench = [*lab, *BENCH, "--runs", runs, *settings]
+    code, rows = record(f"{name}_{HOSTS}x1_{rate}", bench)
     if code:
         return code
     for row in rows:

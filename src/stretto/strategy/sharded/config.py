@@ -37,8 +37,8 @@ class ShardedConfig(Config):
     """Units ahead of the one that runs whose parameters may be gathered; when not set, 1 for zero3,
     and as many as there are for others."""
     pending: int | None = Field(default=None, ge=0)
-    """Slots that a gradient may wait for its reduction before the model does; when not set, 3 (1 for
-    zero3) where a forward was seen before (stretto train), else until the reduction is needed."""
+    """Slots that a gradient may wait for its reduction before the model does; when not set, 3, or 1
+    for zero3, where a forward was seen before (stretto train), else until it is needed."""
     unit: Bytes = 2_000_000
     """Neighbours are joined until a unit has so many bytes."""
     block: Bytes | None = None
