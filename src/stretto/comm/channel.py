@@ -80,14 +80,15 @@ class Channel(Protocol):
 class SharesNatively(Protocol):
     """A channel whose back end reduces and gathers chunks itself, in place, chunk r being rank r's.
 
-    All chunks are of one length; for tensors that the back end keeps itself.
+    All chunks are of one length; for tensors that the back end keeps itself. A lane takes one after
+    another.
     """
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Pending:
+    def start_reduce_scatter(self, tensor: Tensor, lane: int = 0) -> Pending:
         """Begin to make this rank's chunk of ``tensor`` the sum of all ranks'."""
         ...
 
-    def start_all_gather(self, tensor: Tensor) -> Pending:
+    def start_all_gather(self, tensor: Tensor, lane: int = 0) -> Pending:
         """Begin to make every chunk of ``tensor`` that of its owner."""
         ...
 

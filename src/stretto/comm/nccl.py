@@ -102,20 +102,24 @@ class NcclChannel:
         self.watch(_NATIVE, work.is_completed)
         return _Queued(work, self._lost)
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Pending:
+    def start_reduce_scatter(self, tensor: Tensor, lane: int = 0) -> Pending:
         """Begin the back end's own sum of chunks: rank r's part of ``tensor`` becomes the sum."""
-        return self._start("reduce_scatter", self._chunk(tensor), tensor, self._scatter)
+        mine = self._chunk(tensor)
+        return self._start("reduce_scatter", lane, mine, tensor, self._scatter)
 
-    def start_all_gather(self, tensor: Tensor) -> Pending:
+    def start_all_gather(self, tensor: Tensor, lane: int = 0) -> Pending:
         """Begin the back end's own gather: ``tensor`` becomes every rank's part of it."""
-        return self._start("allgather", tensor, self._chunk(tensor), self._gather)
+        mine = self._chunk(tensor)
+        return self._start("allgather", lane, tensor, mine, self._gather)
 
     def _chunk(self, tensor: Tensor) -> Tensor:
         length = tensor.numel() // self.size
         return tensor[self.rank * length : (self.rank + 1) * length]
 
-    def _start(self, name: str, output: Tensor, source: Tensor, options: object) -> Pending:
-        group = self._lanes[0]
+    def _start(
+        self, name: str, lane: int, output: Tensor, source: Tensor, options: object
+    ) -> Pending:
+        group = self._lanes[lane]
         call = getattr(group, f"_{name}_base", None) or getattr(group, f"{name}_single")
         try:
             work = call(output, source, options)

@@ -23,8 +23,13 @@ class Aside(Protocol):
         """Work there on what is inside, after all that has been done here."""
         ...
 
-    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
-        """Begin a message there, after all that has been done here, and its work, if it had any."""
+    def send(
+        self, start: Callable[[], Pending], lane: int = 0, *, worked_on: bool = False
+    ) -> Pending:
+        """Begin a message there, after all that has been done here, and its work, if it had any.
+
+        It comes behind those of its lane; lanes go on beside each other.
+        """
         ...
 
     def landing(self) -> AbstractContextManager[None]:
@@ -58,7 +63,9 @@ class Here:
         """Do what is inside."""
         return _HERE
 
-    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
+    def send(
+        self, start: Callable[[], Pending], lane: int = 0, *, worked_on: bool = False
+    ) -> Pending:
         """Begin; whoever wants to may wait."""
         return start()
 
@@ -81,17 +88,25 @@ class Here:
 
 
 class Streams:
-    """Two streams of a GPU: one that only waits for messages, one that works.
+    """Streams of a GPU: one for each lane, which only waits for messages, and one that works.
 
     Were they one, every message would stand behind the small kernels of the update before it, and
     those behind whatever the model computes. Both come before the model's own kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._sending = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._lanes: dict[int, torch.cuda.Stream] = {}
+        self._sending = self._lane(0)
+        """The lane of the message that was sent last."""
         self._working = torch.cuda.Stream(device, priority=-1)
         self._ends: dict[Hashable, torch.cuda.Event] = {}
         self._kept: list[tuple[Hashable, torch.cuda.Event, Callable[[], None]]] = []
+
+    def _lane(self, number: int) -> torch.cuda.Stream:
+        if number not in self._lanes:
+            self._lanes[number] = torch.cuda.Stream(self._device, priority=-1)
+        return self._lanes[number]
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -100,8 +115,11 @@ class Streams:
         with torch.cuda.stream(self._working):
             yield
 
-    def send(self, start: Callable[[], Pending], *, worked_on: bool) -> Pending:
+    def send(
+        self, start: Callable[[], Pending], lane: int = 0, *, worked_on: bool = False
+    ) -> Pending:
         """Queue the message behind what the current stream holds, and what was worked on."""
+        self._sending = self._lane(lane)
         self._sending.wait_event(torch.cuda.current_stream().record_event())
         if worked_on:
             self._sending.wait_event(self._working.record_event())

@@ -26,6 +26,8 @@ from stretto.strategy.sharded.storage import UnitStorage
 _LANES = 3
 """Blocks that travel beside each other, whole: while one waits for a rank that is late, the bytes
 of another keep the link busy."""
+_COMMUNICATORS = 2
+"""The same on a GPU, where each has connections and threads of its own."""
 _SPLIT = 1_500_000
 """From so many bytes on, a block is worth sending in two parts, where phases follow each other."""
 
@@ -41,6 +43,8 @@ class Carriage:
         self._units = units
         on_gpu = units[0].flat.is_cuda and isinstance(channel, SharesNatively)
         self._natively = [on_gpu and algorithm == AUTO and not unit.in_host for unit in units]
+        if any(self._natively):
+            channel.reserve(_COMMUNICATORS)
         self._errands = self._lay_out()
 
     def _lay_out(self) -> dict[tuple[int, int], tuple[Errand, Errand]]:
@@ -72,7 +76,7 @@ class Carriage:
         if not storage.sharding.is_split:
             return self._channel.start_all_reduce(gradient)
         assert isinstance(self._channel, SharesNatively)
-        return self._channel.start_reduce_scatter(gradient)
+        return self._channel.start_reduce_scatter(gradient, self.lane(unit, block))
 
     def gather(self, unit: int, block: int) -> Pending:
         """Begin to make a block's parameters whole."""
@@ -82,7 +86,12 @@ class Carriage:
         if not whole.numel():
             return Finished(time.monotonic())
         assert isinstance(self._channel, SharesNatively)
-        return self._channel.start_all_gather(whole)
+        return self._channel.start_all_gather(whole, self.lane(unit, block))
+
+    def lane(self, unit: int, block: int) -> int:
+        """Return which of a GPU's messages beside each other a block's is."""
+        native = self._natively[unit] and self._units[unit].sharding.is_split
+        return (unit + block) % _COMMUNICATORS if native else 0
 
     def small_sum(self, numel: int) -> Callable[[Tensor], None]:
         """Return what overwrites a small float64 tensor with its sum; all ranks together.

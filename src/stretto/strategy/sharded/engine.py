@@ -275,14 +275,16 @@ class Engine:
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
         self._carried_s[task.key] = time.monotonic()
+        lane = self._carriage.lane(unit, block)
         if what is What.REDUCE:
-            return self._aside.send(partial(self._carriage.reduce, unit, block), worked_on=False)
+            return self._aside.send(partial(self._carriage.reduce, unit, block), lane)
         storage = self._units[unit].storage
         storage.allocate()  # here: memory belongs to those who compute
         with self._aside.working():
             storage.lay_chunks(block)
         self._aside.give_back(task.key, storage.keep_inside)
-        return self._aside.send(partial(self._carriage.gather, unit, block), worked_on=True)
+        gather = partial(self._carriage.gather, unit, block)
+        return self._aside.send(gather, lane, worked_on=True)
 
     def _land(self, task: Task) -> bool:
         self._draw(task)
