@@ -39,11 +39,13 @@ def check_plans(channel):
 
 def check_allocator(channel, plan):
     """The allocator's peak, activations apart, is what the plan says within 5 %."""
-    config = GPTConfig(vocab=512, context=64, width=1024, blocks=8, heads=8)
+    config = GPTConfig(vocab=512, context=16, width=1024, blocks=8, heads=8)
     model = build_model(config, 0)
-    tokens = torch.randint(512, (1, 65), device="cuda")
+    tokens = torch.randint(512, (1, 17), device="cuda")
+    beside = activations(model, tokens)  # first: libraries keep the room in which they work
     before = clean()
-    strategy = Sharded(ShardedConfig(plan=plan, pending=1, prefetch=2), channel)
+    # Whatever waits for nobody is known to the slot.
+    strategy = Sharded(ShardedConfig(plan=plan, pending=0, prefetch=2), channel)
     own = copy.deepcopy(model).to("cuda")
     own, _ = strategy.attach(own, make_optimizer(SGDConfig(lr=0.1, momentum=0.9), own))
     for step in range(4):
@@ -63,10 +65,9 @@ def check_allocator(channel, plan):
     ]
     predicted = max(worst_curve(strategy.plan, held))
     kept = max(strategy.ledger.peaks)
-    beside = activations(model, tokens)
     strategy.settle()
     strategy.close()
-    ratio = (peak - beside) / kept
+    ratio = (peak - beside) / predicted
     if channel.rank == 0:
         print(
             f"{plan}: allocator {peak / 1e6:.1f} MB, of it activations {beside / 1e6:.1f}; "
@@ -79,14 +80,14 @@ def check_allocator(channel, plan):
 
 def activations(model, tokens):
     """Return what forward and backward keep beside parameters and gradients, on one rank."""
-    before = clean()
     own = copy.deepcopy(model).to("cuda")
     for parameter in own.parameters():  # gradients that go at once: what is left is activations
         parameter.register_post_accumulate_grad_hook(drop)
-    state = torch.cuda.memory_allocated() - before
-    torch.cuda.reset_peak_memory_stats()
-    per_sample_loss(own(tokens[:, :-1]), tokens[:, 1:]).sum().backward()
-    return torch.cuda.max_memory_allocated() - before - state
+    for _ in range(2):
+        state = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        per_sample_loss(own(tokens[:, :-1]), tokens[:, 1:]).sum().backward()
+    return torch.cuda.max_memory_allocated() - state
 
 
 def drop(parameter):

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from stretto.plan.building import When, build
 from stretto.plan.check import window
@@ -119,13 +119,9 @@ def _same(kind: Sharding, shapes: Sequence[Shape], wish: Wish) -> Plan:
 
 
 def _zero3(shapes: Sequence[Shape], wish: Wish) -> Plan:
-    """Return the plan that lets go after forward what is not needed soon for backward.
-
-    The last units stay, as many as elsewhere are whole at once: one, and those gathered ahead.
-    """
-    room = (1 + (wish.prefetch or 0)) * max(shape.numel for shape in shapes)
-    behind = list(accumulate(shape.numel for shape in reversed(shapes)))[::-1]
-    kept = [shape.used_often or rest <= room for shape, rest in zip(shapes, behind, strict=True)]
+    """Return the plan that lets go after forward what is not needed at once for backward."""
+    last = len(shapes) - 1
+    kept = [shape.used_often or index == last for index, shape in enumerate(shapes)]
     return _eager([Sharding.ZERO2 if keep else Sharding.ZERO3 for keep in kept], shapes, wish)
 
 
