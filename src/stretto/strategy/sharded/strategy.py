@@ -22,6 +22,7 @@ from stretto.strategy.sharded.assembly import Assembled, counts_once, cut_up
 from stretto.strategy.sharded.assumptions import Owners
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.strategy.sharded.engine import Engine
+from stretto.strategy.sharded.heap import let_memory_leave
 from stretto.strategy.sharded.hooks import Hooks
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.whole import cut_up_again, put_together
@@ -60,6 +61,7 @@ class Sharded:
         self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, Optimizer]:
         """Give every rank the weights of rank 0, cut them up as planned, hook the model."""
+        let_memory_leave()
         spread_from_rank_0_([*model.parameters(), *model.buffers()], self._channel)
         if self._weigh_samples:
             self._weights = SampleWeights(model)
@@ -68,6 +70,7 @@ class Sharded:
         self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer, self.calls)
         self._owners = Owners(model, self._cut.model_units)
         self._borrowed = self._freed()
+        let_memory_leave()  # that of whole parameters
         self._hooks = Hooks(self._cut.model_units, self)
         for unit, planned in zip(self._cut.model_units, self._cut.plan.units, strict=True):
             if planned.checkpoint:
