@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -73,8 +73,15 @@ def machine() -> dict[str, object]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": version("torch"),
-        "stretto": version("stretto"),
+        "stretto": _version("stretto"),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed: run from its source"
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     above: dict[str, float] = {}
     for name in STRATEGIES:
-        me = [sys.executable, "benchmarks/resident.py", "--rank-of", name]
+        me = ["python", "benchmarks/resident.py", "--rank-of", name]
         code, rows = record(f"resident_{name}_{RANKS}x1", [*LAB, *me])
         if code:
             return code

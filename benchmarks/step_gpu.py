@@ -16,7 +16,7 @@ BATCH = 64
 """Of all ranks; one rank alone takes the share of one of two."""
 MODEL = ["model.width=1024", "model.blocks=16", "model.context=512", "model.heads=16"]
 HALF = ["train.precision=bf16", "strategy.parameters=bf16", "strategy.wire=bf16"]
-BENCH = [sys.executable, "-m", "stretto", "bench", "step", "--device", "cuda", "--runs", "5"]
+BENCH = ["python3", "-m", "stretto", "bench", "step", "--device", "cuda", "--runs", "5"]
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def run(ranks: str, plan: str) -> int:
     """Measure one case."""
     batch = BATCH if int(ranks) > 1 else BATCH // 2
     sharded = ["strategy.kind=sharded", f"strategy.plan={plan}", "strategy.unit=4MB"]
-    shared = [sys.executable, "benchmarks/one_gpu.py", "--hosts", ranks, "--"]
+    shared = ["python3", "benchmarks/one_gpu.py", "--hosts", ranks, "--"]
     words = [*MODEL, f"train.batch={batch}", *HALF, *sharded]
     code, rows = record(f"gpu_{plan}_{ranks}x1", [*shared, *BENCH, "--json", *words])
     for row in rows:

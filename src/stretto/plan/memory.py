@@ -78,15 +78,32 @@ def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: 
 def worst_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
     """Return, for each slot of a cycle, the most that a run of ``plan`` may keep in it."""
     slots = plan.slots
-    moments = [sum(held.always for held in holdings)] * (2 * slots.count)
+    moments = [sum(held.always for held in holdings)] * (_MOMENTS * slots.count)
     for first, last, num_bytes in _charges(plan, holdings):
         for moment in range(first, last + 1):
             moments[moment % len(moments)] += num_bytes
-    return [max(pair) for pair in zip(moments[::2], moments[1::2], strict=True)]
+    return [max(moments[_MOMENTS * s : _MOMENTS * (s + 1)]) for s in range(slots.count)]
+
+
+_MOMENTS = 3
+"""Of a slot: it is entered, and messages whose gate it is may begin; what is due there is over, and
+it runs; what it used is gone, and messages that it has made ready may begin."""
+
+
+def _entered(slot: int) -> int:
+    return _MOMENTS * slot
+
+
+def _runs(slot: int) -> int:
+    return _MOMENTS * slot + 1
+
+
+def _left(slot: int) -> int:
+    return _MOMENTS * slot + 2
 
 
 def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int, int]]:
-    """Yield first and last half slot, and bytes, of everything that comes and goes."""
+    """Yield first and last moment, and bytes, of everything that comes and goes."""
     slots = plan.slots
     gates: dict[tuple[What, int], int] = {}
     for message in plan.messages:
@@ -98,20 +115,22 @@ def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int
             continue
         backward = slots.backward(message.unit)
         waits = plan.barrier and held.in_place
-        over = 2 * slots.update + 1 if waits else 2 * message.due
-        yield 2 * backward, over, held.gradients[message.block]
-        over = 2 * slots.update + 1 if plan.barrier else 2 * message.due
-        yield 2 * backward + 1, over, held.reduced[message.block]
+        over = _runs(slots.update) if waits else _entered(message.due)
+        # Of what is used in several places, nobody knows when the first gradient comes.
+        first = 0 if plan.units[message.unit].used_often else backward
+        yield _runs(first), over, held.gradients[message.block]
+        over = _runs(slots.update) if plan.barrier else _entered(message.due)
+        yield _left(backward), over, held.reduced[message.block]
     for (what, unit), gate in gates.items():
         used = slots.forward(unit)
         if what is What.REGATHER or plan.units[unit].sharding is Sharding.ZERO2:
             used = slots.count + slots.backward(unit)
         # Behind a barrier nothing is gathered before the update is over.
         waits = plan.barrier and what is What.GATHER
-        first = max(2 * gate, 2 * slots.update + 1) if waits else 2 * gate
-        yield first, 2 * used, holdings[unit].gathered
+        first = max(_entered(gate), _left(slots.update)) if waits else _entered(gate)
+        yield first, _runs(used), holdings[unit].gathered
         if what is What.GATHER and plan.units[unit].sharding is Sharding.ZERO2:
-            yield 2 * slots.forward(unit) + 1, 2 * used - 1, -holdings[unit].inside
+            yield _runs(slots.forward(unit)), _entered(used), -holdings[unit].inside
 
 
 def logical_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:

@@ -43,12 +43,12 @@ def holdings_of(plan, widths=MOMENTUM, ranks=RANKS, rank=0):
         ("ddp", Wish(barrier=True), [1152, 1408, 1408, 768, 768], [1152, 1408, 1408, 768, 768]),
         # ... or are copied (b's 128, a's 64), so that the room of gradients can be given back.
         ("zero2", Wish(barrier=True), [1088, 896, 704, 576, 576], [1088, 1280, 1216, 768, 704]),
-        # Gradients wait for no longer than the next slot: b's are never there with a gathered.
+        # Gradients wait for the next slot to be entered: b's are never there with those of a.
         (
             "zero3",
             Wish(prefetch=0, pending=0),
             [1024, 768, 384, 512, 640],
-            [1024, 1152, 640, 512, 640],
+            [1024, 896, 640, 512, 640],
         ),
     ],
 )

@@ -57,6 +57,10 @@ class Engine:
         self._left = [0] * len(units)
         self._complete_ones: set[int] = set()
         self._entered: set[int] = set()
+        self._open: set[int] = set()
+        """Units whose forward has begun and not ended."""
+        self._endless: set[int] = set()
+        """Those whose end nobody sees: their last module is read, and not called."""
         self._options: Options = []
         self._sound_in: dict[int, bool] = {}
         self._arrived: dict[int, set[int]] = defaultdict(set)
@@ -92,6 +96,10 @@ class Engine:
         if self._in_backward:
             self.end_backward()
         self._entered.add(unit)
+        for before in sorted(self._open & self._endless):
+            if before < unit:
+                self.leave_forward(before)
+        self._open.add(unit)
         slot = self._slots.forward(unit)
         self._enter(slot)
         if not self._units[unit].storage.live:
@@ -103,6 +111,7 @@ class Engine:
 
     def leave_forward(self, unit: int) -> None:
         """Let parameters go that backward will gather again."""
+        self._open.discard(unit)
         if again := self._regathers(unit, self._cycle + 1):
             self.dispatcher.unless_begun(again, self._units[unit].storage.let_go)
         self.dispatcher.arrive(self._cycle, 2 * self._slots.forward(unit) + 1)
@@ -211,6 +220,8 @@ class Engine:
         self._require(Task(self._cycle, m) for m in self.plan.of(What.REDUCE))
         self._cycle += 1
         self._in_backward = True
+        self._endless |= self._open
+        self._open.clear()
         self._left = [len(held.storage.parameters) for held in self._units]
         self._counts = False
         self._complete_ones.clear()
