@@ -1,0 +1,129 @@
+"""What a step of a plan takes: by hand for two units, in bounds for any plan."""
+
+import pytest
+
+from stretto.errors import ConfigError
+from stretto.plan.building import with_barrier
+from stretto.plan.presets import PRESETS, Shape, Wish, named_plan, random_plan
+from stretto.plan.profile import Link, Profile, UnitCost, read_profile
+from stretto.plan.timing import time_plan
+from stretto.plan.value import What
+from tests.unit.plan.made_up import SHAPES
+
+TWO = (Shape("a", 1000), Shape("b", 2000))
+"""On two ranks a message of a takes 2 s, one of b 4 s, at 1,000 bytes a second."""
+
+
+def profile_of(shapes, rate=1000.0, **link):
+    """Return a profile in which a thousand elements take 1 s forward and 2 s backward."""
+    units = [UnitCost(forward_s=s.numel / 1000, backward_s=s.numel / 500) for s in shapes]
+    return Profile(units=tuple(units), link=Link(ranks=2, bytes_per_s=rate, **link))
+
+
+def test_two_units_by_hand_with_parameters_that_stay():
+    # Backward of b 0-4, of a 4-6. Reductions 4-8 and 8-10, gathers of a 10-12 and of b 12-16.
+    # Forward of a 12-13, of b 16-18: from then on the same again.
+    timed = time_plan(named_plan("dear", TWO), profile_of(TWO))
+    assert timed.step_s == pytest.approx(18)
+    assert [(m.start_s, m.end_s) for m in timed.messages] == [(4, 8), (8, 10), (10, 12), (12, 16)]
+    assert [(s.start_s, s.end_s) for s in timed.slots] == [
+        (0, 4),
+        (4, 6),
+        (6, 6),
+        (12, 13),
+        (16, 18),
+    ]
+    assert timed.waited_s == pytest.approx(9)
+
+
+@pytest.mark.parametrize(("prefetch", "expected"), [(1, (0, 2)), (2, (16, 18))])
+def test_two_units_by_hand_with_parameters_that_are_gathered_twice(prefetch, expected):
+    # b, the last one, stays. a is gathered again beside the backward of b, or already its forward.
+    plan = named_plan("zero3", TWO, Wish(prefetch=prefetch))
+    timed = time_plan(plan, profile_of(TWO))
+    assert timed.step_s == pytest.approx(18)
+    pairs = zip(plan.messages, timed.messages, strict=True)
+    assert [when for message, when in pairs if message.what is What.REGATHER] == [expected]
+
+
+def test_sums_for_all_take_twice_as_long_and_nothing_is_gathered():
+    # Reductions 4-12 and 12-16; forward of a waits for its own, of b no longer.
+    timed = time_plan(named_plan("ddp", TWO), profile_of(TWO))
+    assert timed.step_s == pytest.approx(16 + 1 + 2)
+
+
+def test_a_latency_is_paid_for_each_message():
+    plan = named_plan("dear", TWO)
+    late = time_plan(plan, profile_of(TWO, latency_s=0.5))
+    assert late.step_s == pytest.approx(18 + 4 * 0.5)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_link_that_takes_no_time_leaves_the_computation(name):
+    profile = profile_of(SHAPES, rate=1e15)
+    timed = time_plan(named_plan(name, SHAPES), profile)
+    assert timed.step_s == pytest.approx(profile.compute_s)
+    assert timed.waited_s == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("rate", [100.0, 3000.0, 1e5])
+def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(rate):
+    profile = profile_of(SHAPES, rate, latency_s=0.001)
+    for seed in range(60):
+        plan = random_plan(SHAPES, seed)
+        again_s = sum(
+            cost.forward_s
+            for unit, cost in zip(plan.units, profile.units, strict=True)
+            if unit.checkpoint
+        )
+        for one in (plan, with_barrier(plan)):
+            compute_s, channel_s = profile.compute_s + again_s, profile.channel_s(one)
+            timed = time_plan(one, profile)
+            assert timed.step_s >= max(compute_s, channel_s) * (1 - 1e-9), seed
+            assert timed.step_s <= (compute_s + channel_s) * (1 + 1e-9), seed
+
+
+def test_messages_keep_the_order_of_the_plan_and_never_share_the_link():
+    profile = profile_of(SHAPES, 2000.0)
+    for seed in range(20):
+        timed = time_plan(random_plan(SHAPES, seed), profile)
+        for before, after in zip(timed.messages, timed.messages[1:], strict=False):
+            assert after.start_s >= before.end_s - 1e-9 or after.start_s < before.start_s
+
+
+def test_the_barrier_costs_what_it_keeps_apart():
+    profile = profile_of(SHAPES, 3000.0)
+    eager = named_plan("zero2", SHAPES)
+    assert time_plan(with_barrier(eager), profile).step_s >= time_plan(eager, profile).step_s
+
+
+def test_a_profile_is_saved_and_read_again(tmp_path):
+    profile = profile_of(TWO)
+    path = tmp_path / "profile.json"
+    path.write_text(profile.model_dump_json(), encoding="utf-8")
+    assert read_profile(path) == profile
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "is not a profile: units"),
+        ('{"units": [], "link": {"ranks": 0, "bytes_per_s": 1.0}}', "link.ranks"),
+        (
+            '{"units": [], "link": {"ranks": 2, "bytes_per_s": 1.0}, "schema_version": 9}',
+            "is a profile of version 9",
+        ),
+    ],
+)
+def test_what_is_no_profile_is_refused_with_the_place(tmp_path, text, said):
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        read_profile(path)
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        read_profile(tmp_path / "none.json")
+
+
+def test_a_profile_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match="a profile of 2 units cannot time a plan of"):
+        time_plan(named_plan("zero2", SHAPES), profile_of(TWO))
