@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.errors import ConfigError
+from stretto.plan.presets import Shape
 from stretto.plan.value import Message, Plan, Sharding, What
 
 SCHEMA = 1
@@ -17,10 +18,15 @@ class _Value(BaseModel):
 class UnitCost(_Value):
     """One unit on one rank."""
 
+    name: str
+    numel: int = Field(ge=1)
+    """Trainable elements."""
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
     activation_bytes: int = Field(default=0, ge=0)
     """Kept from its forward to its backward."""
+    used_often: bool = False
+    """As in a plan: it may not be let go after its own forward."""
 
 
 class Link(_Value):
@@ -45,6 +51,11 @@ class Profile(_Value):
     update_s: float = Field(default=0.0, ge=0)
     """Of the whole model, where the update waits for all gradients."""
     schema_version: int = SCHEMA
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """What presets must know of the units."""
+        return [Shape(unit.name, unit.numel, unit.used_often) for unit in self.units]
 
     @property
     def compute_s(self) -> float:

@@ -8,12 +8,13 @@ each once its moment has come, what it carries is there, and all before it have 
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from stretto.errors import ConfigError
 from stretto.plan.check import ready_moment
-from stretto.plan.profile import Profile
-from stretto.plan.value import Message, Plan, What
+from stretto.plan.profile import Profile, UnitCost
+from stretto.plan.value import Message, Plan, Unit, What
 
 _CYCLES = 64
 _SAME = 1e-12
@@ -49,10 +50,12 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
     Raises:
         ConfigError: The profile is one of another model.
     """
-    if len(plan.units) != len(profile.units):
-        raise ConfigError(
-            f"a profile of {len(profile.units)} units cannot time a plan of {len(plan.units)}"
-        )
+    for index, (unit, cost) in enumerate(zip_longest(plan.units, profile.units)):
+        if unit is None or cost is None or (unit.name, unit.numel) != (cost.name, cost.numel):
+            raise ConfigError(
+                f"the profile is of another model: its unit {index} is {_called(cost)}, that of "
+                f"the plan {_called(unit)}; make it anew"
+            )
     run = _Run(plan, profile)
     run.forward()
     before_s = 0.0
@@ -62,6 +65,10 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
             break
         before_s = timed.step_s
     return timed
+
+
+def _called(unit: Unit | UnitCost | None) -> str:
+    return "missing" if unit is None else f"{unit.name} of {unit.numel} elements"
 
 
 class _Run:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.profiles import FOLDER, profiles
 from stretto.errors import ConfigError
 from stretto.plan.building import with_barrier
 from stretto.plan.presets import PRESETS, Shape, Wish, named_plan, random_plan
@@ -16,7 +17,10 @@ TWO = (Shape("a", 1000), Shape("b", 2000))
 
 def profile_of(shapes, rate=1000.0, **link):
     """Return a profile in which a thousand elements take 1 s forward and 2 s backward."""
-    units = [UnitCost(forward_s=s.numel / 1000, backward_s=s.numel / 500) for s in shapes]
+    units = [
+        UnitCost(name=s.name, numel=s.numel, forward_s=s.numel / 1000, backward_s=s.numel / 500)
+        for s in shapes
+    ]
     return Profile(units=tuple(units), link=Link(ranks=2, bytes_per_s=rate, **link))
 
 
@@ -125,5 +129,21 @@ def test_what_is_no_profile_is_refused_with_the_place(tmp_path, text, said):
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(ConfigError, match="a profile of 2 units cannot time a plan of"):
+    with pytest.raises(ConfigError, match="its unit 0 is a of 1000 elements, that of the plan"):
         time_plan(named_plan("zero2", SHAPES), profile_of(TWO))
+    with pytest.raises(ConfigError, match="its unit 1 is missing, that of the plan b of 2000"):
+        time_plan(named_plan("zero2", TWO), profile_of(TWO[:1]))
+
+
+def test_the_profiles_that_are_kept_are_those_of_the_script():
+    kept = {path.stem: read_profile(path) for path in FOLDER.glob("*.json")}
+    assert kept == profiles()
+
+
+@pytest.mark.parametrize("name", profiles())
+def test_more_gathered_ahead_is_never_slower(name):
+    profile = profiles()[name]
+    plans = [named_plan("zero3", profile.shapes, Wish(prefetch=k)) for k in (1, 2, 4)]
+    steps_s = [time_plan(plan, profile).step_s for plan in plans]
+    assert steps_s == sorted(steps_s, reverse=True)
+    assert steps_s[0] >= max(profile.compute_s, profile.channel_s(plans[0]))
