@@ -70,7 +70,7 @@ class Engine:
         self.recorder: Recorder | None = None
         """Draws messages; on a GPU the host does not know when they are over, and there is none."""
         self.step = 0
-        self._carried_s: dict[tuple[What, int, int], float] = {}
+        self._carried_s: dict[Task, float] = {}
         self._landed_s = 0.0
 
     def start(self) -> None:
@@ -285,7 +285,8 @@ class Engine:
 
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
-        self._carried_s[task.key] = time.monotonic()
+        if self.recorder is not None:  # by cycle: the next one's may begin before it lands
+            self._carried_s[task] = time.monotonic()
         lane = self._carriage.lane(unit, block)
         if what is What.REDUCE:
             return self._aside.send(partial(self._carriage.reduce, unit, block), lane)
@@ -313,7 +314,7 @@ class Engine:
             return
         what, unit, block = task.key
         ended_s = time.monotonic()
-        started_s = min(max(self._carried_s.pop(task.key), self._landed_s), ended_s)
+        started_s = min(max(self._carried_s.pop(task), self._landed_s), ended_s)
         self._landed_s = ended_s
         storage = self._units[unit].storage
         num_bytes = storage.layout.blocks[block].numel * storage.flat.element_size()
