@@ -19,9 +19,9 @@ from stretto.plan.value import Message, Plan, Sharding, What
 from stretto.strategy.sharded.aside import Aside, Here, Streams
 from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.dispatcher import Dispatcher, Task, Work
+from stretto.strategy.sharded.drawing import Drawing
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.updates import Held, Options, Updates
-from stretto.telemetry.timeline import Recorder, Span
 
 
 class Engine:
@@ -67,11 +67,8 @@ class Engine:
         self._copies: list[Tensor] = []
         self._started = False
         self._waited_s = 0.0
-        self.recorder: Recorder | None = None
-        """Draws messages; on a GPU the host does not know when they are over, and there is none."""
-        self.step = 0
-        self._carried_s: dict[Task, float] = {}
-        self._landed_s = 0.0
+        self.drawing: Drawing | None = None
+        """None on a GPU, where the host does not know when messages are over."""
 
     def start(self) -> None:
         """Let the gathers of the first forward begin; once."""
@@ -285,8 +282,8 @@ class Engine:
 
     def _carry(self, task: Task) -> Pending:
         what, unit, block = task.key
-        if self.recorder is not None:  # by cycle: the next one's may begin before it lands
-            self._carried_s[task] = time.monotonic()
+        if self.drawing is not None:
+            self.drawing.begun(task)
         lane = self._carriage.lane(unit, block)
         if what is What.REDUCE:
             return self._aside.send(partial(self._carriage.reduce, unit, block), lane)
@@ -299,7 +296,8 @@ class Engine:
         return self._aside.send(gather, lane, worked_on=True)
 
     def _land(self, task: Task) -> bool:
-        self._draw(task)
+        if self.drawing is not None:
+            self.drawing.landed(task)
         if task.message.what is not What.REDUCE:
             self._aside.mark(task.key, worked_on=False)
             return False
@@ -307,21 +305,6 @@ class Engine:
             updated = self._conclude(task)
         self._aside.mark(task.key, worked_on=True)
         return updated
-
-    def _draw(self, task: Task) -> None:
-        """Note when a message was on its way: from its beginning, or the end of the one before."""
-        if self.recorder is None:
-            return
-        what, unit, block = task.key
-        ended_s = time.monotonic()
-        started_s = min(max(self._carried_s.pop(task), self._landed_s), ended_s)
-        self._landed_s = ended_s
-        storage = self._units[unit].storage
-        num_bytes = storage.layout.blocks[block].numel * storage.flat.element_size()
-        if what is What.REDUCE:
-            num_bytes = storage.gradients[block].nbytes
-        name = f"{what} {self.plan.units[unit].name}"
-        self.recorder.add(Span(name, "comm 0", started_s, ended_s, self.step, num_bytes))
 
     def _conclude(self, task: Task) -> bool:
         """Use the sums of a block; say whether parameters are up to date by it."""

@@ -21,6 +21,7 @@ from stretto.strategy.sample_weights import SampleWeights
 from stretto.strategy.sharded.assembly import Assembled, counts_once, cut_up
 from stretto.strategy.sharded.assumptions import Owners
 from stretto.strategy.sharded.config import ShardedConfig
+from stretto.strategy.sharded.drawing import Drawing
 from stretto.strategy.sharded.engine import Engine
 from stretto.strategy.sharded.heap import let_memory_leave
 from stretto.strategy.sharded.hooks import Hooks
@@ -106,7 +107,9 @@ class Sharded:
             on_gpu = cut.units[0].storage.flat.is_cuda
             # There to wait is to queue: no thread is needed for it.
             self._engine.dispatcher.inline = self.inline or on_gpu
-            self._engine.recorder = None if on_gpu else self._recorder
+            if not on_gpu:
+                storages = [held.storage for held in cut.units]
+                self._engine.drawing = Drawing(plan, storages, self._recorder)
             if not plan.barrier:
                 cut.updates.hide()
         if self._whole:
@@ -157,7 +160,8 @@ class Sharded:
         if last_micro:
             self._weights.start(self._channel)
         engine = self._running()
-        engine.step = step
+        if engine.drawing is not None:
+            engine.drawing.step = step
         engine.announce(last=last_micro)
 
     def after_backward(self, *, update: bool = True) -> Agreed:

@@ -7,7 +7,11 @@ from torch import nn
 
 from stretto.comm.emulated import EmulatedLink
 from stretto.comm.local import run_local
+from stretto.plan.presets import Shape, named_plan
+from stretto.plan.value import What
 from stretto.strategy.sharded.config import ShardedConfig
+from stretto.strategy.sharded.dispatcher import Task
+from stretto.strategy.sharded.drawing import Drawing
 from stretto.strategy.sharded.strategy import Sharded
 from stretto.telemetry.timeline import Recorder
 
@@ -55,3 +59,23 @@ def test_messages_are_drawn_one_after_another_with_their_bytes():
         assert {"gather 0", "gather 1", "regather 0", "reduce 0", "reduce 1"} <= names
         assert all(span.num_bytes >= 64 * 64 * 4 for span in spans)
         assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+
+
+def test_a_message_may_begin_again_before_it_has_landed():
+    plan = named_plan("dear", [Shape("a", 4)])
+    gather = next(message for message in plan.messages if message.what is What.GATHER)
+    recorder = Recorder(0)
+
+    def work(channel):
+        strategy = Sharded(ShardedConfig(plan="dear"), channel)
+        strategy.attach(nn.Linear(4, 1, bias=False), lambda p: torch.optim.SGD(p, lr=0.01))
+        drawing = Drawing(plan, strategy._cut.updates.storages, recorder)
+        for cycle in range(2):
+            drawing.begun(Task(cycle, gather))
+        for cycle in range(2):
+            drawing.landed(Task(cycle, gather))
+        strategy.close()
+
+    run_local(1, work)
+    first, second = recorder.timeline().spans
+    assert first.end_s <= second.start_s
