@@ -30,13 +30,15 @@ class UnitCost(_Value):
 
 
 class Link(_Value):
-    """What messages of all ranks share, one after another."""
+    """What the messages of all ranks share."""
 
     ranks: int = Field(ge=1)
     latency_s: float = Field(default=0.0, ge=0)
     """Of one message."""
     bytes_per_s: float = Field(gt=0)
     """Of each rank's bytes, as many leaving as arriving."""
+    lanes: int = Field(default=1, ge=1)
+    """Messages that travel beside each other; they share the rate."""
 
 
 class Profile(_Value):

@@ -87,6 +87,21 @@ def test_no_step_is_shorter_than_its_bounds_or_longer_than_their_sum(rate):
             assert timed.step_s <= (compute_s + channel_s) * (1 + 1e-9), seed
 
 
+def test_messages_beside_each_other_share_the_link():
+    # The reductions of b and a are on lanes of their own: b's 4-10, of which 6-10 beside a's.
+    timed = time_plan(named_plan("dear", TWO), profile_of(TWO, lanes=2))
+    assert [(m.start_s, m.end_s) for m in timed.messages[:2]] == [(4, 10), (6, 10)]
+    assert timed.step_s == pytest.approx(18)
+
+
+def test_lanes_keep_within_the_bounds():
+    profile = profile_of(SHAPES, 3000.0, lanes=3)
+    for seed in range(30):
+        plan = random_plan(SHAPES, seed)
+        least_s = max(profile.compute_s, profile.channel_s(plan))
+        assert time_plan(plan, profile).step_s >= least_s * (1 - 1e-9), seed
+
+
 def test_messages_keep_the_order_of_the_plan_and_never_share_the_link():
     profile = profile_of(SHAPES, 2000.0)
     for seed in range(20):
