@@ -2,20 +2,16 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from stretto.errors import ConfigError
 from stretto.plan.presets import Shape
+from stretto.plan.saved import Saved, Value, read_saved
 from stretto.plan.value import Message, Plan, Sharding, What
 
 SCHEMA = 1
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class UnitCost(_Value):
+class UnitCost(Value):
     """One unit on one rank."""
 
     name: str
@@ -29,7 +25,7 @@ class UnitCost(_Value):
     """As in a plan: it may not be let go after its own forward."""
 
 
-class Link(_Value):
+class Link(Value):
     """What the messages of all ranks share."""
 
     ranks: int = Field(ge=1)
@@ -41,7 +37,7 @@ class Link(_Value):
     """Messages that travel beside each other; they share the rate."""
 
 
-class Profile(_Value):
+class Profile(Saved):
     """A model on a cluster."""
 
     units: tuple[UnitCost, ...]
@@ -85,18 +81,4 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: There is no such file, or it holds something else.
     """
-    try:
-        profile = Profile.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as wrong:
-        reason = getattr(wrong, "strerror", None) or "it is not text"
-        raise ConfigError(f"cannot read the profile {path}: {reason}") from None
-    except ValidationError as wrong:
-        first = wrong.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise ConfigError(f"{path} is not a profile: {where}: {first['msg']}") from None
-    if profile.schema_version != SCHEMA:
-        raise ConfigError(
-            f"{path} is a profile of version {profile.schema_version}, this program reads "
-            f"{SCHEMA}: make it anew"
-        )
-    return profile
+    return read_saved(path, Profile, "profile", SCHEMA)

@@ -10,9 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from stretto.errors import ConfigError
+from stretto.plan.saved import Saved, Value, read_saved
 from stretto.plan.slots import Slots
 
 SCHEMA = 1
@@ -54,11 +54,7 @@ class What(StrEnum):
     """The same for backward, of a unit that was let go after forward."""
 
 
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Unit(_Value):
+class Unit(Value):
     """A stretch of the model that is gathered, used and reduced as one."""
 
     name: str
@@ -75,7 +71,7 @@ class Unit(_Value):
     """Whether it is used after its own forward, too (tied weights): it may not be let go then."""
 
 
-class Message(_Value):
+class Message(Value):
     """One communication, with its window."""
 
     what: Annotated[What, Field(strict=False)]
@@ -87,7 +83,7 @@ class Message(_Value):
     """The slot that waits for it."""
 
 
-class Plan(_Value):
+class Plan(Saved):
     """What all ranks do in a cycle; `stretto.plan.check.check` says whether it can be done."""
 
     units: tuple[Unit, ...]
@@ -127,20 +123,4 @@ def read_plan(path: Path) -> Plan:
     Raises:
         ConfigError: There is no such file, or it holds something else.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as wrong:
-        reason = getattr(wrong, "strerror", None) or "it is not text"
-        raise ConfigError(f"cannot read the plan {path}: {reason}") from None
-    try:
-        plan = Plan.model_validate_json(text)
-    except ValidationError as wrong:
-        first = wrong.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise ConfigError(f"{path} is not a plan: {where}: {first['msg']}") from None
-    if plan.schema_version != SCHEMA:
-        raise ConfigError(
-            f"{path} is a plan of version {plan.schema_version}, this program reads {SCHEMA}: "
-            "make it anew"
-        )
-    return plan
+    return read_saved(path, Plan, "plan", SCHEMA)

@@ -42,7 +42,7 @@ def test_a_model_that_is_gathered_as_it_runs_waits_for_every_layer():
 def test_messages_are_drawn_one_after_another_with_their_bytes():
     def work(channel):
         recorder = Recorder(channel.rank)
-        strategy = Sharded(ShardedConfig(plan="zero3", prefetch=0, unit=0), channel, recorder)
+        strategy = Sharded(ShardedConfig(plan="zero3", unit=0), channel, recorder)
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         model, _ = strategy.attach(model, lambda p: torch.optim.SGD(p, lr=0.01))
         for step in range(2):
