@@ -32,7 +32,7 @@ def main() -> int:
 def profiles() -> dict[str, Profile]:
     """Return the profiles by name, with the rate of the link in it."""
     return {
-        "vgg16_10": Profile(units=vgg16(images=64), link=_link(10)),
+        "vgg16_10": Profile(units=vgg16(images=64), link=_link(10), state_bytes=4),
         "moe_60": _in_half(moe(tokens=8192), 60),
         "moe_120": _in_half(moe(tokens=8192), 120),
         "gpt_80": _in_half(gpt(tokens=4096), 80),
@@ -40,7 +40,9 @@ def profiles() -> dict[str, Profile]:
 
 
 def _in_half(units: tuple[UnitCost, ...], gb_per_s: float) -> Profile:
-    return Profile(units=units, link=_link(gb_per_s), parameter_bytes=2, gradient_bytes=2)
+    """Return a profile in bf16 with Adam, which updates 32 bits and remembers two numbers."""
+    link = _link(gb_per_s)
+    return Profile(units=units, link=link, parameter_bytes=2, gradient_bytes=2, state_bytes=8)
 
 
 def _link(gb_per_s: float) -> Link:
@@ -87,22 +89,22 @@ def _layer(name: str, numel: int, used: int, tokens: int, kept: int) -> UnitCost
 
 
 def vgg16(images: int) -> tuple[UnitCost, ...]:
-    """Return VGG-16 on 224 pixels: thirteen convolutions of 3 x 3, three linear layers."""
+    """Return VGG-16 on 224 pixels: thirteen convolutions of 3 x 3, linear layers as one unit."""
     units: list[UnitCost] = []
     size, depth = 224, 3
     for stage, (count, channels) in enumerate([(2, 64), (2, 128), (3, 256), (3, 512), (3, 512)]):
         for index in range(count):
             weights = 9 * depth * channels
             name = f"conv {stage + 1}.{index + 1}"
-            places, kept = size**2, 2 * size**2 * channels
+            places, kept = size**2, size**2 * channels
             units.append(_seen(name, weights, channels, places, kept, images))
             depth = channels
         size //= 2
     depth *= size**2
-    for index, channels in enumerate([4096, 4096, 1000]):
-        weights = depth * channels
-        units.append(_seen(f"linear {index + 1}", weights, channels, 1, 2 * channels, images))
-        depth = channels
+    weights, biases = 0, 0
+    for channels in [4096, 4096, 1000]:
+        weights, biases, depth = weights + depth * channels, biases + channels, channels
+    units.append(_seen("classifier", weights, biases, 1, biases, images))
     return tuple(units)
 
 

@@ -25,10 +25,10 @@ from stretto.measure.ddp import Peers
 from stretto.measure.interleave import largest
 from stretto.model import GPTConfig, build_model, per_sample_loss
 from stretto.optim import make_optimizer
+from stretto.plan.units import called_modules
 from stretto.recipes.benchmarks import gpt_25mb
 from stretto.run import RunConfig
 from stretto.strategy import build_strategy
-from stretto.strategy.sharded.units import called_modules
 
 RANKS, ALLOWED = 4, 0.45
 LAB = ["stretto", "lab", "--hosts", str(RANKS), "--rate", "10gbit", "--"]

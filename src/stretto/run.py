@@ -22,6 +22,7 @@ from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded
 from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
 from stretto.optim.configs import RateConfig
+from stretto.plan.units import called_modules
 from stretto.strategy import (
     AllReduceConfig,
     StrategyConfig,
@@ -29,7 +30,6 @@ from stretto.strategy import (
     check_strategy,
     chosen_settings,
 )
-from stretto.strategy.sharded.units import called_modules
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers

@@ -8,6 +8,7 @@ keeps more.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from stretto.comm.shards import UnitLayout
 from stretto.plan.check import ready_moment
@@ -78,10 +79,15 @@ def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: 
 def worst_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
     """Return, for each slot of a cycle, the most that a run of ``plan`` may keep in it."""
     slots = plan.slots
-    moments = [sum(held.always for held in holdings)] * (_MOMENTS * slots.count)
+    count = _MOMENTS * slots.count
+    changes = [0] * (2 * count + 1)
     for first, last, num_bytes in _charges(plan, holdings):
-        for moment in range(first, last + 1):
-            moments[moment % len(moments)] += num_bytes
+        changes[first] += num_bytes
+        changes[last + 1] -= num_bytes
+    unrolled = list(accumulate(changes))
+    # What a cycle leaves behind is there beside what the next one begins with.
+    always = sum(held.always for held in holdings)
+    moments = [always + unrolled[m] + unrolled[m + count] for m in range(count)]
     return [max(moments[_MOMENTS * s : _MOMENTS * (s + 1)]) for s in range(slots.count)]
 
 

@@ -1,12 +1,15 @@
 """What a model takes, unit by unit, and what a link takes: all that a plan's time depends on."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from pydantic import Field
 
+from stretto.plan.memory import Widths
 from stretto.plan.presets import Shape
 from stretto.plan.saved import Saved, Value, read_saved
-from stretto.plan.value import Message, Plan, Sharding, What
+from stretto.plan.value import Message, Plan, Sharding, Unit, What
 
 SCHEMA = 1
 
@@ -19,10 +22,23 @@ class UnitCost(Value):
     """Trainable elements."""
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
+    spread: float = Field(default=0.0, ge=0)
+    """How far the two were apart in repeated steps, as a share of them."""
     activation_bytes: int = Field(default=0, ge=0)
     """Kept from its forward to its backward."""
+    input_bytes: int = Field(default=0, ge=0)
+    """Kept instead of them, where backward computes them again."""
+    workspace_bytes: int = Field(default=0, ge=0)
+    """Needed on top of everything while it runs."""
+    tensors: tuple[int, ...] = ()
+    """Elements of each of its parameters; as one when not told."""
     used_often: bool = False
     """As in a plan: it may not be let go after its own forward."""
+
+    @property
+    def shape(self) -> Shape:
+        """What presets must know of it."""
+        return Shape(self.name, self.numel, self.used_often)
 
 
 class Link(Value):
@@ -32,9 +48,40 @@ class Link(Value):
     latency_s: float = Field(default=0.0, ge=0)
     """Of one message."""
     bytes_per_s: float = Field(gt=0)
-    """Of each rank's bytes, as many leaving as arriving."""
+    """Of each rank's bytes, as many leaving as arriving; of each host's, where it has several."""
     lanes: int = Field(default=1, ge=1)
     """Messages that travel beside each other; they share the rate."""
+    hosts: int = Field(default=1, ge=1)
+    """On which the ranks are, as many on each; what follows is for several ranks on several."""
+    inner_latency_s: float = Field(default=0.0, ge=0)
+    inner_bytes_per_s: float | None = Field(default=None, gt=0)
+    """Inside a host; None: messages inside take no time."""
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of a host."""
+        return self.ranks // self.hosts
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether there are several ranks on several hosts."""
+        return self.hosts > 1 and self.per_host > 1
+
+    def across_s(self, num_bytes: float) -> float:
+        """Return how long it takes until all have their chunk of such a sum, or all chunks."""
+        if self.ranks == 1:
+            return 0.0
+        if not self.is_nested:
+            return self.latency_s + num_bytes * (self.ranks - 1) / self.ranks / self.bytes_per_s
+        outside = num_bytes * (self.hosts - 1) / self.hosts / self.bytes_per_s
+        return self.latency_s + outside + self.inside_s(num_bytes / self.hosts)
+
+    def inside_s(self, num_bytes: float) -> float:
+        """Return the same for the ranks of one host."""
+        if self.inner_bytes_per_s is None or self.per_host == 1:
+            return 0.0
+        share = (self.per_host - 1) / self.per_host
+        return self.inner_latency_s + num_bytes * share / self.inner_bytes_per_s
 
 
 class Profile(Saved):
@@ -46,16 +93,31 @@ class Profile(Saved):
     """Of one element, as it is gathered."""
     gradient_bytes: int = 4
     """Of one element, as it is reduced."""
+    kept_bytes: int = 4
+    """Of one element, as it is updated."""
+    state_bytes: int = 0
+    """Of all that the optimizer remembers of one element."""
     update_s: float = Field(default=0.0, ge=0)
     """Of the whole model, where the update waits for all gradients."""
+    slowdown: float = Field(default=1.0, ge=1)
+    """How many times as long computation takes while a message travels."""
+    other_bytes: int = Field(default=0, ge=0)
+    """What the model keeps besides: buffers, frozen parameters, the batch."""
+    source: str = ""
+    """Where these figures are from."""
     schema_version: int = SCHEMA
 
     @property
     def shapes(self) -> list[Shape]:
         """What presets must know of the units."""
-        return [Shape(unit.name, unit.numel, unit.used_often) for unit in self.units]
+        return [unit.shape for unit in self.units]
 
     @property
+    def widths(self) -> Widths:
+        """Bytes of one element."""
+        return Widths(self.parameter_bytes, self.gradient_bytes, self.kept_bytes, self.state_bytes)
+
+    @cached_property
     def compute_s(self) -> float:
         """Forward and backward of all units."""
         return sum(unit.forward_s + unit.backward_s for unit in self.units)
@@ -63,16 +125,32 @@ class Profile(Saved):
     def message_s(self, plan: Plan, message: Message) -> float:
         """Return how long the link is busy with ``message``."""
         unit = plan.units[message.unit]
-        ranks = self.link.ranks
-        width = self.gradient_bytes if message.what is What.REDUCE else self.parameter_bytes
+        return self.carried_s(unit, message.what, unit.blocks[message.block])
+
+    def carried_s(self, unit: Unit, what: What, numel: int) -> float:
+        """Return how long the link is busy with ``numel`` elements of ``unit``."""
+        reduces = what is What.REDUCE
+        num_bytes = numel * (self.gradient_bytes if reduces else self.parameter_bytes)
+        if unit.in_host and self.link.is_nested:
+            inside_s = self.link.inside_s(num_bytes)
+            # Each rank adds up its chunk with those that have the same one on other hosts.
+            hosts = self.link.hosts
+            outside = 2 * num_bytes * (hosts - 1) / hosts / self.link.bytes_per_s
+            return inside_s + (self.link.latency_s + outside) * reduces
         # To sum for all is to sum for each owner, and to tell all.
         turns = 2 if unit.sharding is Sharding.DP else 1
-        sent = turns * unit.blocks[message.block] * width * (ranks - 1) / ranks
-        return self.link.latency_s + sent / self.link.bytes_per_s if ranks > 1 else 0.0
+        return self.link.across_s(turns * num_bytes)
 
     def channel_s(self, plan: Plan) -> float:
         """Return how long the link is busy in one step."""
         return sum(self.message_s(plan, message) for message in plan.messages)
+
+    def lengths(self, checkpoints: Sequence[bool], *, barrier: bool) -> list[float]:
+        """Return what each slot of a cycle takes by itself, given which units compute again."""
+        again = zip(self.units, checkpoints, strict=True)
+        backward = [unit.backward_s + unit.forward_s * twice for unit, twice in again]
+        forward = [unit.forward_s for unit in self.units]
+        return [*reversed(backward), self.update_s if barrier else 0.0, *forward]
 
 
 def read_profile(path: Path) -> Profile:

@@ -17,10 +17,10 @@ from stretto.measure.ddp import BUCKET_CAPS_MB, Peers
 from stretto.measure.interleave import Contender
 from stretto.model import per_sample_loss
 from stretto.optim import make_optimizer
+from stretto.plan.units import called_modules, find_units
 from stretto.run import RunConfig
 from stretto.strategy import build_strategy
 from stretto.strategy.sharded.config import ShardedConfig
-from stretto.strategy.sharded.units import called_modules, find_units
 from stretto.train.precision import HALF
 
 ALONE = "no communication"

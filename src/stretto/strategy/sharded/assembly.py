@@ -14,6 +14,7 @@ from stretto.comm.courier import Courier
 from stretto.comm.shards import ALIGN, lay_unit
 from stretto.comm.small import gather_text
 from stretto.errors import ConfigError
+from stretto.plan.units import ModelUnit
 from stretto.plan.value import Plan
 from stretto.strategy.sharded.assumptions import refuse_shared_storage
 from stretto.strategy.sharded.carriage import Carriage
@@ -22,7 +23,6 @@ from stretto.strategy.sharded.intake import Intake
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.norms import ShardNorms
 from stretto.strategy.sharded.storage import Types, UnitStorage
-from stretto.strategy.sharded.units import ModelUnit
 from stretto.strategy.sharded.updates import Held, Updates, refuse_unfit
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from stretto.errors import ConfigError, StrettoError
-from stretto.strategy.sharded.units import ModelUnit
+from stretto.plan.units import ModelUnit
 
 
 def refuse_shared_storage(units: Sequence[ModelUnit]) -> None:

@@ -14,8 +14,8 @@ from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.plan.check import check
 from stretto.plan.presets import PRESETS, Shape, Wish, named_plan, random_plan
+from stretto.plan.units import ModelUnit, find_units
 from stretto.plan.value import Plan, read_plan
-from stretto.strategy.sharded.units import ModelUnit, find_units
 from stretto.units import Bytes
 
 AUTO = "auto"

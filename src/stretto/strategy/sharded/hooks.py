@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from stretto.strategy.sharded.units import ModelUnit
+from stretto.plan.units import ModelUnit
 
 
 class Follower(Protocol):

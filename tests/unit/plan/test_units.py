@@ -6,7 +6,7 @@ from torch import nn
 
 from stretto.errors import ConfigError
 from stretto.model import VGG, GPTConfig, ResNet, ResNetConfig, VGGConfig, build_model
-from stretto.strategy.sharded.units import called_modules, find_units
+from stretto.plan.units import called_modules, find_units
 
 
 def names(units):
