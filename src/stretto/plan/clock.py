@@ -77,7 +77,7 @@ class Clock:
         for index, message in enumerate(plan.messages):
             self._dues[message.due].append(index)
         self.link = Lanes(profile.link.lanes)
-        self.now_s, self.cycle, self._moment = 0.0, -1, 0
+        self.now_s, self.cycle, self.moment = 0.0, -1, 0
         self._unmet = [0] * len(plan.messages)
         self._begun_s: dict[int, float] = {}
         self._carried = [Stretch(0.0, 0.0)] * len(plan.messages)
@@ -109,7 +109,7 @@ class Clock:
 
     def may_go(self, cycle: int, index: int) -> bool:
         """Say whether a message's moment has come, and what it carries is there."""
-        if self._ready[index] + 2 * self._slots.count * cycle > self._moment:
+        if self._ready[index] + 2 * self._slots.count * cycle > self.moment:
             return False
         return all(self._over[reduction] for reduction in self._made_by[index])
 
@@ -130,7 +130,7 @@ class Clock:
         return ran
 
     def _arrive(self, moment: int) -> None:
-        self._moment = moment + 2 * self._slots.count * self.cycle
+        self.moment = moment + 2 * self._slots.count * self.cycle
         self._begin_what_may()
 
     def _compute(self, work_s: float) -> None:
@@ -166,6 +166,10 @@ class Clock:
         """Return the lane that carries a message."""
         message = self.plan.messages[index]
         return (message.unit + message.block) % self.link.count
+
+    def is_idle(self) -> bool:
+        """Say whether some lane has nothing to do."""
+        return any(self.link.is_free(lane) for lane in range(self.link.count))
 
     def has_room(self, index: int) -> bool:
         """Say whether a message's lane has nothing to do."""

@@ -79,36 +79,39 @@ def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: 
 def worst_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
     """Return, for each slot of a cycle, the most that a run of ``plan`` may keep in it."""
     slots = plan.slots
-    count = _MOMENTS * slots.count
+    count = MOMENTS * slots.count
     changes = [0] * (2 * count + 1)
-    for first, last, num_bytes in _charges(plan, holdings):
+    for first, last, num_bytes in charges(plan, holdings):
         changes[first] += num_bytes
         changes[last + 1] -= num_bytes
     unrolled = list(accumulate(changes))
     # What a cycle leaves behind is there beside what the next one begins with.
     always = sum(held.always for held in holdings)
     moments = [always + unrolled[m] + unrolled[m + count] for m in range(count)]
-    return [max(moments[_MOMENTS * s : _MOMENTS * (s + 1)]) for s in range(slots.count)]
+    return [max(moments[MOMENTS * s : MOMENTS * (s + 1)]) for s in range(slots.count)]
 
 
-_MOMENTS = 3
+MOMENTS = 3
 """Of a slot: it is entered, and messages whose gate it is may begin; what is due there is over, and
 it runs; what it used is gone, and messages that it has made ready may begin."""
 
 
-def _entered(slot: int) -> int:
-    return _MOMENTS * slot
+def entered(slot: int) -> int:
+    """Return the first moment of a slot."""
+    return MOMENTS * slot
 
 
-def _runs(slot: int) -> int:
-    return _MOMENTS * slot + 1
+def runs(slot: int) -> int:
+    """Return the moment at which a slot computes."""
+    return MOMENTS * slot + 1
 
 
-def _left(slot: int) -> int:
-    return _MOMENTS * slot + 2
+def left(slot: int) -> int:
+    """Return the last moment of a slot."""
+    return MOMENTS * slot + 2
 
 
-def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int, int]]:
+def charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int, int]]:
     """Yield first and last moment, and bytes, of everything that comes and goes."""
     slots = plan.slots
     gates: dict[tuple[What, int], int] = {}
@@ -121,22 +124,22 @@ def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int
             continue
         backward = slots.backward(message.unit)
         waits = plan.barrier and held.in_place
-        over = _runs(slots.update) if waits else _entered(message.due)
+        over = runs(slots.update) if waits else entered(message.due)
         # Of what is used in several places, nobody knows when the first gradient comes.
         first = 0 if plan.units[message.unit].used_often else backward
-        yield _runs(first), over, held.gradients[message.block]
-        over = _runs(slots.update) if plan.barrier else _entered(message.due)
-        yield _left(backward), over, held.reduced[message.block]
+        yield runs(first), over, held.gradients[message.block]
+        over = runs(slots.update) if plan.barrier else entered(message.due)
+        yield left(backward), over, held.reduced[message.block]
     for (what, unit), gate in gates.items():
         used = slots.forward(unit)
         if what is What.REGATHER or plan.units[unit].sharding is Sharding.ZERO2:
             used = slots.count + slots.backward(unit)
         # Behind a barrier nothing is gathered before the update is over.
         waits = plan.barrier and what is What.GATHER
-        first = max(_entered(gate), _left(slots.update)) if waits else _entered(gate)
-        yield first, _runs(used), holdings[unit].gathered
+        first = max(entered(gate), left(slots.update)) if waits else entered(gate)
+        yield first, runs(used), holdings[unit].gathered
         if what is What.GATHER and plan.units[unit].sharding is Sharding.ZERO2:
-            yield _runs(slots.forward(unit)), _entered(used), -holdings[unit].inside
+            yield runs(slots.forward(unit)), entered(used), -holdings[unit].inside
 
 
 def logical_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:

@@ -107,7 +107,8 @@ def _unit(
     )
 
 
-def _even_blocks(numel: int, block: int | None) -> tuple[int, ...]:
+def even_blocks(numel: int, block: int | None) -> tuple[int, ...]:
+    """Return as few blocks as can be of at most ``block`` elements, all about as large."""
     count = 1 if block is None else -(-numel // block)
     bounds = [numel * i // count for i in range(count + 1)]
     return tuple(stop - start for start, stop in pairwise(bounds))
@@ -128,7 +129,7 @@ def _zero3(shapes: Sequence[Shape], wish: Wish) -> Plan:
 def _eager(kinds: Sequence[Sharding], shapes: Sequence[Shape], wish: Wish) -> Plan:
     """Reduce in the order of backward, gather in the order of use, each as early as allowed."""
     units = [
-        _unit(shape, kind, wish.checkpoint, _even_blocks(shape.numel, wish.block), wish.in_host)
+        _unit(shape, kind, wish.checkpoint, even_blocks(shape.numel, wish.block), wish.in_host)
         for shape, kind in zip(shapes, kinds, strict=True)
     ]
     far = wish.prefetch if wish.prefetch is not None else 2 * len(units) + 1

@@ -1,0 +1,103 @@
+"""Choices that fit: whatever is too much for a budget is taken where it costs the link least."""
+
+from collections.abc import Sequence
+
+from stretto.plan.fitting import tight_plan
+from stretto.plan.footprint import Footprints
+from stretto.plan.options import Allowed, Option, unit_of
+from stretto.plan.profile import Profile
+from stretto.plan.slots import Slots
+from stretto.plan.value import Plan, Sharding
+
+_STEPS = 400
+
+
+class Choosing:
+    """The options of a profile's units under one budget."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        options: Sequence[tuple[Option, ...]],
+        footprints: Footprints,
+        allowed: Allowed,
+    ) -> None:
+        self._profile, self.options = profile, options
+        self._footprints, self._allowed = footprints, allowed
+
+    def tightest(self, chosen: Sequence[Option], blocks: Sequence[Sequence[int]] = ()) -> Plan:
+        """Return the plan of these options that keeps least."""
+        cuts = blocks or [()] * len(chosen)
+        units = [
+            unit_of(self._profile, i, option.choice, cut)
+            for i, (option, cut) in enumerate(zip(chosen, cuts, strict=True))
+        ]
+        allowed = self._allowed
+        return tight_plan(units, barrier=allowed.barrier, whole_layers=allowed.whole_layers)
+
+    def fastest(self) -> list[Option]:
+        """Return for each unit the option that asks least of the link and the device."""
+        return [min(mine, key=lambda o: o.channel_s + o.again_s) for mine in self.options]
+
+    def smallest(self) -> list[Option]:
+        """Return the options that need least, as far as one unit after another can tell."""
+        chosen = self.repaired(self.fastest(), 0)
+        return chosen if chosen is not None else self.fastest()
+
+    def repaired(self, chosen: Sequence[Option], budget: int) -> list[Option] | None:
+        """Return options near ``chosen`` that fit into ``budget``; None if there are none.
+
+        With a budget of nothing, as few bytes as can be.
+        """
+        now = list(chosen)
+        for _ in range(_STEPS):
+            curve = self._footprints.curve(self.tightest(now))
+            slot = max(range(len(curve)), key=curve.__getitem__)
+            excess = curve[slot] - budget
+            if excess <= 0:
+                return now
+            better = self._relieve(now, slot, excess)
+            if better is None:
+                return now if budget == 0 else None
+            now = better
+        return None
+
+    def _relieve(self, chosen: list[Option], slot: int, excess: int) -> list[Option] | None:
+        """Return options that keep less in ``slot``, at the least cost a byte."""
+        slots = Slots(len(chosen))
+        swaps: list[tuple[float, int, int, Option]] = []
+        for unit, (option, mine) in enumerate(zip(chosen, self.options, strict=True)):
+            before = kept_in(option, unit, slot, slots)
+            for other in mine:
+                saved = before - kept_in(other, unit, slot, slots)
+                if saved > 0:
+                    more_s = other.channel_s + other.again_s - option.channel_s - option.again_s
+                    swaps.append((more_s / saved, -saved, unit, other))
+        if not swaps:
+            return None
+        swaps.sort(key=lambda swap: swap[:3])
+        changed, done = list(chosen), set[int]()
+        for _, saved, unit, other in swaps:
+            if excess <= 0:
+                break
+            if unit not in done:
+                changed[unit] = other
+                done.add(unit)
+                excess += saved
+        return changed
+
+
+def kept_in(option: Option, unit: int, slot: int, slots: Slots) -> int:
+    """Return what a unit keeps in a slot at least: states, parameters, gradients, activations."""
+    forward, backward = slots.forward(unit), slots.backward(unit)
+    kept = option.held.always
+    live = slot >= forward or slot <= backward
+    if live:
+        kept += option.kept_bytes
+    if slot in (forward, backward):
+        kept += option.running_bytes + option.held.gathered
+    elif live and option.choice.sharding is Sharding.ZERO2:
+        kept += option.held.gathered - option.held.inside
+    if slot in (backward, backward + 1):
+        kept += option.gradient_bytes
+    return kept

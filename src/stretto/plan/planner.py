@@ -1,0 +1,135 @@
+"""The planner: how each unit is kept and when every message begins, together, under a budget.
+
+A relaxed problem (`stretto.plan.relaxed`) says which options are worth their memory, and how fast
+no plan can be. From its solution, and from simpler ones, plans are built that keep within the
+budget by construction; the clock says how long each takes, and the fastest is changed bit by bit
+as long as that helps. Presets that fit are among the candidates, so no plan is worse than one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stretto.plan.candidates import Candidates
+from stretto.plan.choosing import Choosing
+from stretto.plan.footprint import Footprints
+from stretto.plan.groups import group_units
+from stretto.plan.infeasible import refuse
+from stretto.plan.options import Allowed, Option, all_options
+from stretto.plan.profile import Profile
+from stretto.plan.relaxed import Problem, Relaxation
+from stretto.plan.solving import Solution, Solver
+from stretto.plan.value import Plan
+
+_GROUPS = 40
+_GAP = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what is known of it before it runs."""
+
+    plan: Plan
+    step_s: float
+    peak_bytes: int
+    budget: int
+    bound_s: float
+    """No plan for this profile and budget takes less."""
+    greedy_s: float
+    """What the best plan takes that was found without the relaxed problem."""
+    prices: tuple[float, ...]
+    """Seconds that one more byte would save, by the slot in which it would be free."""
+    how: str
+    """Where the plan is from."""
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the plan is, as a share of it."""
+        return self.step_s / self.bound_s - 1 if self.bound_s else 0.0
+
+
+def make_plan(
+    profile: Profile,
+    budget: int,
+    allowed: Allowed = Allowed(),  # noqa: B008
+    *,
+    barrier: bool = False,
+) -> Planned:
+    """Return the best plan found that keeps within ``budget`` bytes on every rank.
+
+    Raises:
+        ConfigError: There is none; with the least that is needed.
+    """
+    allowed = replace(allowed, barrier=allowed.barrier or barrier)
+    footprints = Footprints(profile)
+    options = all_options(profile, allowed, footprints)
+    choosing = Choosing(profile, options, footprints, allowed)
+    refuse(profile, budget, choosing, footprints)
+    candidates = Candidates(profile, budget, allowed, footprints)
+    candidates.try_presets()
+    candidates.try_choices("greedy", choosing.repaired(choosing.fastest(), budget), choosing)
+    greedy_s = candidates.best_s
+    relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
+    problem = relaxation.problem(budget)
+    found = _solve(problem)
+    for name, solution in found:
+        if solution.x is not None:
+            chosen = choosing.repaired(relaxation.chosen(solution.x), budget)
+            candidates.try_choices(name, chosen, choosing, relaxation, solution.x)
+    candidates.improve(choosing)
+    bound_s = problem.base_s - problem.slack_s + max(s.bound for _, s in found) if found else 0.0
+    prices = next((s.prices for name, s in found if name == "fractions"), np.zeros(0))
+    best = candidates.best
+    return Planned(
+        plan=best.plan,
+        step_s=best.step_s,
+        peak_bytes=footprints.peak(best.plan),
+        budget=budget,
+        bound_s=max(bound_s, profile.compute_s),
+        greedy_s=greedy_s,
+        prices=_by_slot(relaxation, problem, prices, budget),
+        how=best.name,
+    )
+
+
+def _groups(profile: Profile, options: Sequence[tuple[Option, ...]]) -> list[range]:
+    """Return groups that take about as long to compute and to carry."""
+    carried = [max(option.channel_s for option in mine) for mine in options]
+    computed = [unit.forward_s + unit.backward_s for unit in profile.units]
+    shares = [
+        link / max(sum(carried), 1e-12) + device / max(sum(computed), 1e-12)
+        for link, device in zip(carried, computed, strict=True)
+    ]
+    return group_units(shares, _GROUPS)
+
+
+def _solve(problem: Problem) -> list[tuple[str, Solution]]:
+    rows = problem.rows
+    arrays = {
+        "cost": problem.cost,
+        "upper": problem.upper,
+        "whole": problem.whole,
+        "rows": np.array(rows.rows, dtype=float),
+        "columns": np.array(rows.columns, dtype=float),
+        "values": np.array(rows.values),
+        "lower": np.array(rows.lower),
+        "upper_rows": np.array(rows.upper),
+        "gap": np.array([_GAP]),
+    }
+    with Solver() as solver:
+        tried = [
+            ("fractions", solver.solve(arrays, whole=False, limit_s=10.0)),
+            ("whole", solver.solve(arrays, whole=True, limit_s=4.0)),
+        ]
+    return [(name, solution) for name, solution in tried if solution is not None]
+
+
+def _by_slot(
+    relaxation: Relaxation, problem: Problem, prices: Iterable[float], budget: int
+) -> tuple[float, ...]:
+    """Return the price of a byte in each interval."""
+    known = np.asarray(prices)
+    if not known.size:
+        return ()
+    return tuple(float(known[row]) / budget for row in problem.memory_rows)
