@@ -19,13 +19,14 @@ from stretto.plan.timing import time_plan
 from stretto.plan.value import Plan, What
 
 FAR = 1 << 20
-_REACHES = ((1, 0), (1, 1), (2, 1), (2, 2), (4, 2), (8, 4), (FAR, FAR))
-_PRESETS = ("dear", "zero2", "zero3")
+_REACHES = ((2, 1), (FAR, FAR), (1, 1), (4, 2), (1, 0), (8, 4), (2, 2))
+"""Slots ahead and pending; what is worth most stands first."""
 _PARTS = 64
 """A block takes the link no longer than such a part of the computation, if latency allows it."""
 _MOST_BLOCKS = 16
-_EFFORT = 6000
-"""Messages that improvement may look at: fewer plans are tried of a model with many units."""
+_EFFORT = 5000
+"""Messages that may be put in order for each set of options, and as many for what follows: fewer
+plans are tried of a model with many units."""
 
 
 class Candidate(NamedTuple):
@@ -99,12 +100,15 @@ class Candidates:
         """Try plans of these options: coarse and fine, with windows from narrow to wide."""
         if chosen is None:
             return
-        for fine in (False, True) if self._allowed.blocks else (False,):
+        cuts = {fine: self._cuts(chosen, fine) for fine in (False, True)}
+        if cuts[False] == cuts[True] or not self._allowed.blocks:
+            del cuts[True]
+        for fine, cut in cuts.items():
             reaches = [Reach(ahead, pending) for ahead, pending in _REACHES]
             if relaxation is not None and x is not None:
-                cuts = self._cuts(chosen, fine)
-                reaches.insert(0, Reach(FAR, FAR, _targets(relaxation, x, cuts)))
-            for reach in reaches:
+                reaches.insert(0, Reach(FAR, FAR, _targets(relaxation, x, cut)))
+            num_messages = 3 * sum(map(len, cut))
+            for reach in reaches[: max(2, _EFFORT // num_messages)]:
                 self._try(name, tuple(chosen), fine, reach, choosing)
 
     def _try(

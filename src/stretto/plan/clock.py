@@ -2,14 +2,14 @@
 
 The rules are those of the executor. A slot is entered when the one before it has run, and runs when
 the messages due at it are over. A message is handed to the link once its moment has come, what it
-carries is there, and a `Line` says that it is its turn; lanes of the link take theirs one after
-another. While a message travels, computation is slower by the profile's factor.
+carries is there, and all before it have been; lanes of the link take theirs one after another.
+While a message travels, computation is slower by the profile's factor.
 """
 
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from stretto.plan.check import ready_moment
 from stretto.plan.profile import Profile
@@ -34,38 +34,11 @@ class Cycle(NamedTuple):
     """The last time that each was carried, in the order of the plan."""
 
 
-class Line(Protocol):
-    """Those who wait for the link."""
-
-    def queue(self, cycle: int, messages: Iterable[int]) -> None:
-        """Let the messages of a cycle stand in line."""
-
-    def take(self, clock: "Clock") -> tuple[int, int] | None:
-        """Return whose turn it is, with its cycle, if somebody may go now; it is out of line."""
-
-
-class InOrder:
-    """The executor's line: none goes before the one before it."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int]] = deque()
-
-    def queue(self, cycle: int, messages: Iterable[int]) -> None:
-        """Let them stand behind the others."""
-        self._waiting.extend((cycle, index) for index in messages)
-
-    def take(self, clock: "Clock") -> tuple[int, int] | None:
-        """Return the first one, if it may go."""
-        if self._waiting and clock.may_go(*self._waiting[0]):
-            return self._waiting.popleft()
-        return None
-
-
 class Clock:
     """The computation's clock, which the link follows."""
 
-    def __init__(self, plan: Plan, profile: Profile, line: Line) -> None:
-        self.plan, self._slots, self._line = plan, plan.slots, line
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self._plan, self._slots = plan, plan.slots
         checkpoints = [unit.checkpoint for unit in plan.units]
         self._lengths = profile.lengths(checkpoints, barrier=plan.barrier)
         self._slowdown = profile.slowdown
@@ -76,108 +49,92 @@ class Clock:
         self._dues: list[list[int]] = [[] for _ in range(self._slots.count)]
         for index, message in enumerate(plan.messages):
             self._dues[message.due].append(index)
-        self.link = Lanes(profile.link.lanes)
-        self.now_s, self.cycle, self.moment = 0.0, -1, 0
+        self._link = Lanes(profile.link.lanes)
+        self._now_s, self._cycle, self._moment = 0.0, -1, 0
         self._unmet = [0] * len(plan.messages)
+        """Of each message, how many stand in line or are under way."""
+        self._ahead = [
+            m.what is What.REGATHER and self._slots.is_forward(m.gate) for m in plan.messages
+        ]
+        """Whether one of them is for the cycle that follows."""
         self._begun_s: dict[int, float] = {}
         self._carried = [Stretch(0.0, 0.0)] * len(plan.messages)
         self._over = [True] * len(plan.messages)
         """Of reductions: whether the last one has been carried."""
-        self.order: list[tuple[int, int]] = []
-        """Who has gone, with the cycle in which that was."""
         starts = (i for i, m in enumerate(plan.messages) if self._is_of_first_forward(m))
-        line.queue(-1, starts)
+        self._waiting: deque[tuple[int, int]] = deque()
+        self._queue(starts)
+        self._run_slots(range(self._slots.update + 1, self._slots.count))
 
     def _is_of_first_forward(self, message: Message) -> bool:
         if message.what is What.REGATHER:
             return self._slots.is_forward(message.gate)
-        freed = self.plan.units[message.unit].sharding.is_freed
+        freed = self._plan.units[message.unit].sharding.is_freed
         return message.what is What.GATHER and freed
-
-    def run_forward(self) -> None:
-        """Run the forward of the first step."""
-        self._run_slots(range(self._slots.update + 1, self._slots.count))
 
     def run_cycle(self) -> Cycle:
         """Run a backward, the update, and the forward of the next step."""
-        self.cycle += 1
-        self.order.clear()
-        self._line.queue(self.cycle, range(len(self.plan.messages)))
-        began_s = self.now_s
+        self._cycle += 1
+        self._queue(range(len(self._plan.messages)))
+        began_s = self._now_s
         ran = self._run_slots(range(self._slots.count))
-        return Cycle(self.now_s - began_s, _from(began_s, ran), _from(began_s, self._carried))
+        return Cycle(self._now_s - began_s, _from(began_s, ran), _from(began_s, self._carried))
 
-    def may_go(self, cycle: int, index: int) -> bool:
+    def _queue(self, messages: Iterable[int]) -> None:
+        for index in messages:
+            self._waiting.append((self._cycle, index))
+            self._unmet[index] += 1
+
+    def _may_go(self, cycle: int, index: int) -> bool:
         """Say whether a message's moment has come, and what it carries is there."""
-        if self._ready[index] + 2 * self._slots.count * cycle > self.moment:
+        if self._ready[index] + 2 * self._slots.count * cycle > self._moment:
             return False
         return all(self._over[reduction] for reduction in self._made_by[index])
-
-    def ready(self, cycle: int, index: int) -> int:
-        """Return the moment of a message, counted from the first cycle's start."""
-        return self._ready[index] + 2 * self._slots.count * cycle
 
     def _run_slots(self, slots: Iterable[int]) -> list[Stretch]:
         ran: list[Stretch] = []
         for slot in slots:
             self._arrive(2 * slot)
-            while any(self._unmet[index] for index in self._dues[slot]):
+            while any(self._unmet[index] > self._ahead[index] for index in self._dues[slot]):
                 self._end_next()
-            start_s = self.now_s
+            start_s = self._now_s
             self._compute(self._lengths[slot])
-            ran.append(Stretch(start_s, self.now_s))
+            ran.append(Stretch(start_s, self._now_s))
             self._arrive(2 * slot + 1)
         return ran
 
     def _arrive(self, moment: int) -> None:
-        self.moment = moment + 2 * self._slots.count * self.cycle
+        self._moment = moment + 2 * self._slots.count * self._cycle
         self._begin_what_may()
 
     def _compute(self, work_s: float) -> None:
         """Let the link work until so much has been computed."""
-        while (left_s := self.link.left_s()) <= work_s * self._slowdown:
+        while (left_s := self._link.left_s()) <= work_s * self._slowdown:
             work_s -= left_s / self._slowdown
             self._end_next()
         if left_s < math.inf:
             work_s *= self._slowdown
-            self.link.work(max(work_s, 0.0))
-        self.now_s += max(work_s, 0.0)
+            self._link.work(max(work_s, 0.0))
+        self._now_s += max(work_s, 0.0)
 
     def _end_next(self) -> None:
         """Go on to the end of the next message; what ends lets others begin."""
-        self.now_s += self.link.left_s()
-        for index in self.link.end_next():
+        self._now_s += self._link.left_s()
+        for index in self._link.end_next():
             self._unmet[index] -= 1
-            self._carried[index] = Stretch(self._begun_s.pop(index), self.now_s)
+            self._carried[index] = Stretch(self._begun_s.pop(index), self._now_s)
             self._over[index] = True
         self._begin_what_may()
 
     def _begin_what_may(self) -> None:
-        while (one := self._line.take(self)) is not None:
-            index = one[1]
-            self.order.append(one)
+        while self._waiting and self._may_go(*self._waiting[0]):
+            _, index = self._waiting.popleft()
             self._over[index] = False
-            self._unmet[index] += 1
-            self.link.put(self.lane(index), index, self._durations[index])
-        for index in self.link.under_way():
-            self._begun_s.setdefault(index, self.now_s)
-
-    def lane(self, index: int) -> int:
-        """Return the lane that carries a message."""
-        message = self.plan.messages[index]
-        return (message.unit + message.block) % self.link.count
-
-    def is_idle(self) -> bool:
-        """Say whether some lane has nothing to do."""
-        return any(self.link.is_free(lane) for lane in range(self.link.count))
-
-    def has_room(self, index: int) -> bool:
-        """Say whether a message's lane has nothing to do."""
-        return self.link.is_free(self.lane(index))
-
-    def made(self, index: int) -> bool:
-        """Say whether what a message carries is up to date."""
-        return all(self._over[reduction] for reduction in self._made_by[index])
+            message = self._plan.messages[index]
+            lane = (message.unit + message.block) % self._link.count
+            self._link.put(lane, index, self._durations[index])
+        for index in self._link.under_way():
+            self._begun_s.setdefault(index, self._now_s)
 
 
 def _from(began_s: float, stretches: Sequence[Stretch]) -> list[Stretch]:
@@ -211,10 +168,6 @@ class Lanes:
     def put(self, lane: int, index: int, duration_s: float) -> None:
         """Queue a message that would take so long alone."""
         self._queues[lane].append([index, duration_s])
-
-    def is_free(self, lane: int) -> bool:
-        """Say whether a lane has nothing to do."""
-        return not self._queues[lane]
 
     def under_way(self) -> list[int]:
         """Return what each lane is busy with."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from stretto.plan.building import When, build
 from stretto.plan.check import needed, window
 from stretto.plan.footprint import Footprints
-from stretto.plan.memory import MOMENTS, charges, entered, left
+from stretto.plan.memory import MOMENTS, entered, left, moments
 from stretto.plan.slots import Slots
 from stretto.plan.value import Message, Plan, Unit, What
 
@@ -53,13 +53,9 @@ class Room:
     def __init__(self, plan: Plan, footprints: Footprints, budget: int) -> None:
         self._plan, self._slots = plan, plan.slots
         self._held = footprints.holdings(plan)
-        always = sum(held.always for held in self._held)
-        self._free = [
-            budget - always - more for more in footprints.activations(plan) for _ in range(MOMENTS)
-        ]
-        for first, last, num_bytes in charges(plan, self._held):
-            for moment in range(first, last + 1):
-                self._free[moment % len(self._free)] -= num_bytes
+        more = (num_bytes for num_bytes in footprints.activations(plan) for _ in range(MOMENTS))
+        kept = zip(moments(plan, self._held), more, strict=True)
+        self._free = [budget - state - other for state, other in kept]
         self.slots: dict[Key, int] = {}
         """Gates of gathers and dues of reductions, as far as they are now."""
         for message in plan.messages:

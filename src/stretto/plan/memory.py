@@ -78,17 +78,21 @@ def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: 
 
 def worst_curve(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
     """Return, for each slot of a cycle, the most that a run of ``plan`` may keep in it."""
-    slots = plan.slots
-    count = MOMENTS * slots.count
+    kept = moments(plan, holdings)
+    return [max(kept[first : first + MOMENTS]) for first in range(0, len(kept), MOMENTS)]
+
+
+def moments(plan: Plan, holdings: Sequence[Holding]) -> list[int]:
+    """Return the same for each moment of each slot."""
+    count = MOMENTS * plan.slots.count
     changes = [0] * (2 * count + 1)
-    for first, last, num_bytes in charges(plan, holdings):
+    for first, last, num_bytes in _charges(plan, holdings):
         changes[first] += num_bytes
         changes[last + 1] -= num_bytes
     unrolled = list(accumulate(changes))
     # What a cycle leaves behind is there beside what the next one begins with.
     always = sum(held.always for held in holdings)
-    moments = [always + unrolled[m] + unrolled[m + count] for m in range(count)]
-    return [max(moments[MOMENTS * s : MOMENTS * (s + 1)]) for s in range(slots.count)]
+    return [always + unrolled[m] + unrolled[m + count] for m in range(count)]
 
 
 MOMENTS = 3
@@ -111,7 +115,7 @@ def left(slot: int) -> int:
     return MOMENTS * slot + 2
 
 
-def charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int, int]]:
+def _charges(plan: Plan, holdings: Sequence[Holding]) -> Iterator[tuple[int, int, int]]:
     """Yield first and last moment, and bytes, of everything that comes and goes."""
     slots = plan.slots
     gates: dict[tuple[What, int], int] = {}

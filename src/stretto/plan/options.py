@@ -144,4 +144,5 @@ def _is_better(one: Option, other: Option) -> bool:
     if one.choice != other.choice._replace(sharding=Sharding.SDP):
         return False
     most = one.held.always + one.gradient_bytes + sum(one.held.reduced)
-    return other.choice.sharding is Sharding.ZERO1 and most <= other.held.always
+    least = other.held.always + sum(other.held.reduced)
+    return other.choice.sharding is Sharding.ZERO1 and most <= least

@@ -4,48 +4,15 @@ A run is followed in which the link, whenever it is free, takes the message that
 those that may; the order in which they went is the plan's.
 """
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from stretto.plan.clock import Clock, Stretch
+from stretto.plan.clock import Stretch
+from stretto.plan.pace import Urgent
 from stretto.plan.profile import Profile
 from stretto.plan.value import Message, Plan, What
 
 _CYCLES = 3
 _ROUNDS = 2
-
-
-class _MostUrgent:
-    """A line in which those who must go soonest go first, if they may."""
-
-    def __init__(self, latest_s: Sequence[float], step_s: float) -> None:
-        self._latest_s, self._step_s = latest_s, step_s
-        self._later: list[tuple[int, int, int]] = []
-        self._now: list[tuple[float, int, int]] = []
-        self._new: list[tuple[int, int]] = []
-
-    def queue(self, cycle: int, messages: Iterable[int]) -> None:
-        self._new += [(cycle, index) for index in messages]
-
-    def take(self, clock: Clock) -> tuple[int, int] | None:
-        for cycle, index in self._new:
-            heapq.heappush(self._later, (clock.ready(cycle, index), cycle, index))
-        self._new.clear()
-        while self._later and self._later[0][0] <= clock.moment:
-            _, cycle, index = heapq.heappop(self._later)
-            urgency = self._latest_s[index] + cycle * self._step_s
-            heapq.heappush(self._now, (urgency, cycle, index))
-        passed: list[tuple[float, int, int]] = []
-        found: tuple[int, int] | None = None
-        while self._now and clock.is_idle():
-            one = heapq.heappop(self._now)
-            if clock.has_room(one[2]) and clock.made(one[2]):
-                found = one[1:]
-                break
-            passed.append(one)
-        for one in passed:
-            heapq.heappush(self._now, one)
-        return found
 
 
 def put_in_order(plan: Plan, profile: Profile) -> Plan | None:
@@ -60,9 +27,7 @@ def put_in_order(plan: Plan, profile: Profile) -> Plan | None:
         at_s += length
     ordered: Plan | None = None
     for _ in range(_ROUNDS):
-        line = _MostUrgent(_latest(plan, profile, slots, at_s), at_s)
-        clock = Clock(plan, profile, line)
-        clock.run_forward()
+        clock = Urgent(plan, profile, _latest(plan, profile, slots, at_s), at_s)
         for _ in range(_CYCLES):
             cycle = clock.run_cycle()
         slots, at_s = cycle.slots, cycle.step_s
@@ -85,7 +50,7 @@ def _latest(plan: Plan, profile: Profile, slots: Sequence[Stretch], step_s: floa
     return latest
 
 
-def _as_gone(plan: Plan, clock: Clock) -> Plan | None:
+def _as_gone(plan: Plan, clock: Urgent) -> Plan | None:
     """Return the plan in the order of a run's last cycle."""
     gone: list[Message] = []
     for cycle, index in clock.order:

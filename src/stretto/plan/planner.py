@@ -7,6 +7,7 @@ as long as that helps. Presets that fit are among the candidates, so no plan is 
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,8 @@ from stretto.plan.value import Plan
 
 _GROUPS = 40
 _GAP = 1e-3
+_FRACTIONS_S, _WHOLE_S = 10.0, 1.0
+"""What the solver may take; the second seldom finds what the first, rounded, is not near to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,15 @@ def make_plan(
     options = all_options(profile, allowed, footprints)
     choosing = Choosing(profile, options, footprints, allowed)
     refuse(profile, budget, choosing, footprints)
-    candidates = Candidates(profile, budget, allowed, footprints)
-    candidates.try_presets()
-    candidates.try_choices("greedy", choosing.repaired(choosing.fastest(), budget), choosing)
-    greedy_s = candidates.best_s
     relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
     problem = relaxation.problem(budget)
-    found = _solve(problem)
+    candidates = Candidates(profile, budget, allowed, footprints)
+    with ThreadPoolExecutor(1) as aside:
+        solving = aside.submit(_solve, problem)
+        candidates.try_presets()
+        candidates.try_choices("greedy", choosing.repaired(choosing.fastest(), budget), choosing)
+        greedy_s = candidates.best_s
+        found = solving.result()
     for name, solution in found:
         if solution.x is not None:
             chosen = choosing.repaired(relaxation.chosen(solution.x), budget)
@@ -119,8 +124,8 @@ def _solve(problem: Problem) -> list[tuple[str, Solution]]:
     }
     with Solver() as solver:
         tried = [
-            ("fractions", solver.solve(arrays, whole=False, limit_s=10.0)),
-            ("whole", solver.solve(arrays, whole=True, limit_s=4.0)),
+            ("fractions", solver.solve(arrays, whole=False, limit_s=_FRACTIONS_S)),
+            ("whole", solver.solve(arrays, whole=True, limit_s=_WHOLE_S)),
         ]
     return [(name, solution) for name, solution in tried if solution is not None]
 

@@ -315,14 +315,17 @@ class Relaxation:
         lost = 1 - 1 / self._profile.slowdown
         cost = np.zeros(self._count)
         cost[self._wait] = 1 - lost
-        most_s = 0.0
+        slack_s = _TIE * sum(self._lengths)
+        most_s = sum(max(o.channel_s for o in mine) for mine in self._options)
+        most_bytes = sum(max(o.held.always for o in mine) for mine in self._options)
         for mine, columns in zip(self._options, self._choice, strict=True):
             for column, option in zip(columns, mine, strict=True):
                 cost[column] += option.again_s + lost * option.channel_s
-            most_s += max(option.channel_s for option in mine)
-        slack_s = _TIE * sum(self._lengths)
-        tie = slack_s / max(most_s * (self.slots.count + 1), 1e-12)
+                # Whoever may keep less, or send less, should.
+                share = option.channel_s / max(most_s, 1e-12) + option.held.always / most_bytes
+                cost[column] += slack_s * share / 4
         # Gathers as late as can be, reductions as soon.
+        tie = slack_s / max(2 * most_s * (self.slots.count + 1), 1e-12)
         for (flow, _), columns in self._carried.items():
             cost[list(columns.values())] += -tie if flow is Flow.REDUCE else tie
         return cost, slack_s

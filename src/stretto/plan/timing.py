@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from stretto.errors import ConfigError
-from stretto.plan.clock import Clock, InOrder, Stretch
+from stretto.plan.clock import Clock, Stretch
+from stretto.plan.pace import Pace
 from stretto.plan.profile import Profile, UnitCost
 from stretto.plan.value import Plan, Unit
 
@@ -41,8 +42,7 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
                 f"the profile is of another model: its unit {index} is {_called(cost)}, that of "
                 f"the plan {_called(unit)}; make it anew"
             )
-    clock = Clock(plan, profile, InOrder())
-    clock.run_forward()
+    clock = (Pace if profile.link.lanes == 1 else Clock)(plan, profile)
     before_s = 0.0
     for _ in range(_CYCLES):
         cycle = clock.run_cycle()
