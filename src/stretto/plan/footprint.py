@@ -1,7 +1,9 @@
 """What a plan keeps on one rank of a profile, slot by slot: states, travel, activations."""
 
+from dataclasses import replace
+
 from stretto.comm.shards import ALIGN, lay_unit
-from stretto.plan.memory import Holding, holding, worst_curve
+from stretto.plan.memory import MOMENTS, Holding, holding, moments, worst_curve
 from stretto.plan.profile import Profile
 from stretto.plan.value import Plan, Unit
 
@@ -21,6 +23,27 @@ class Footprints:
     def peak(self, plan: Plan) -> int:
         """Return the most bytes that a rank may keep at once."""
         return max(self.curve(plan))
+
+    def parts(self, plan: Plan) -> dict[str, list[int]]:
+        """Return the curve by what it is made of, at the moment at which each slot has most.
+
+        Own chunks that lie inside whole parameters are counted once, among what is always kept.
+        """
+        held = self.holdings(plan)
+        whole = moments(plan, [_whole_only(one) for one in held])
+        waiting = moments(plan, [_gradients_only(one) for one in held])
+        most = [
+            max(range(first, first + MOMENTS), key=lambda m: whole[m] + waiting[m])
+            for first in range(0, len(whole), MOMENTS)
+        ]
+        other = self._profile.other_bytes
+        always = sum(one.always for one in held) + other
+        return {
+            "always kept": [always] * plan.slots.count,
+            "whole parameters": [whole[moment] for moment in most],
+            "gradients": [waiting[moment] for moment in most],
+            "activations and workspace": [kept - other for kept in self.activations(plan)],
+        }
 
     def holdings(self, plan: Plan) -> list[Holding]:
         """Return what the rank that has most keeps of each unit."""
@@ -49,3 +72,12 @@ class Footprints:
             running = kept + again + cost.workspace_bytes
             curve[slots.forward(index)] = curve[slots.backward(index)] = running
         return curve
+
+
+def _whole_only(held: Holding) -> Holding:
+    nothing = (0,) * len(held.gradients)
+    return replace(held, always=0, gradients=nothing, reduced=nothing)
+
+
+def _gradients_only(held: Holding) -> Holding:
+    return replace(held, always=0, gathered=0, inside=0)

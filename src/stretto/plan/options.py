@@ -86,7 +86,9 @@ def all_options(
 ) -> list[tuple[Option, ...]]:
     """Return the options of each unit that are not in every way worse than another."""
     return [
-        _undominated([_option(profile, i, choice, allowed, footprints) for choice in choices])
+        _undominated(
+            [option_of(profile, i, c, footprints, barrier=allowed.barrier) for c in choices]
+        )
         for i, choices in enumerate(_choices(profile, allowed))
     ]
 
@@ -106,16 +108,17 @@ def _choices(profile: Profile, allowed: Allowed) -> list[list[Choice]]:
     ]
 
 
-def _option(
-    profile: Profile, index: int, choice: Choice, allowed: Allowed, footprints: Footprints
+def option_of(
+    profile: Profile, index: int, choice: Choice, footprints: Footprints, *, barrier: bool
 ) -> Option:
+    """Return what a choice takes for the unit in that place."""
     cost, unit = profile.units[index], unit_of(profile, index, choice)
     gathered = choice.sharding.is_split
     again = choice.checkpoint
     inner = max(0, cost.activation_bytes - cost.input_bytes) if again else 0
     return Option(
         choice,
-        footprints.of_unit(index, unit, allowed.barrier),
+        footprints.of_unit(index, unit, barrier),
         profile.carried_s(unit, What.REDUCE, cost.numel),
         profile.carried_s(unit, What.GATHER, cost.numel) if gathered else 0.0,
         profile.carried_s(unit, What.REGATHER, cost.numel)

@@ -6,11 +6,12 @@ budget by construction; the clock says how long each takes, and the fastest is c
 as long as that helps. Presets that fit are among the candidates, so no plan is worse than one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.plan.candidates import Candidates
 from stretto.plan.choosing import Choosing
@@ -131,10 +132,12 @@ def _solve(problem: Problem) -> list[tuple[str, Solution]]:
 
 
 def _by_slot(
-    relaxation: Relaxation, problem: Problem, prices: Iterable[float], budget: int
+    relaxation: Relaxation, problem: Problem, prices: NDArray[np.float64], budget: int
 ) -> tuple[float, ...]:
-    """Return the price of a byte in each interval."""
-    known = np.asarray(prices)
-    if not known.size:
+    """Return the price of a byte in each slot; of a group's, where most is kept."""
+    if not prices.size:
         return ()
-    return tuple(float(known[row]) / budget for row in problem.memory_rows)
+    by_slot = [0.0] * relaxation.num_slots
+    for interval, row in enumerate(problem.memory_rows):
+        by_slot[relaxation.fullest_slot(interval)] = float(prices[row]) / budget
+    return tuple(by_slot)

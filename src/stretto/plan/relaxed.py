@@ -318,17 +318,30 @@ class Relaxation:
         slack_s = _TIE * sum(self._lengths)
         most_s = sum(max(o.channel_s for o in mine) for mine in self._options)
         most_bytes = sum(max(o.held.always for o in mine) for mine in self._options)
-        for mine, columns in zip(self._options, self._choice, strict=True):
+        for unit, (mine, columns) in enumerate(zip(self._options, self._choice, strict=True)):
             for column, option in zip(columns, mine, strict=True):
                 cost[column] += option.again_s + lost * option.channel_s
-                # Whoever may keep less, or send less, should.
-                share = option.channel_s / max(most_s, 1e-12) + option.held.always / most_bytes
-                cost[column] += slack_s * share / 4
+                # Whoever may keep less, or send less, should; early units rather than late ones
+                # are gathered twice: they are kept longer.
+                late_s = option.regather_s * unit / len(self._options)
+                share = option.held.always / most_bytes
+                share += (option.channel_s + late_s) / max(most_s, 1e-12)
+                cost[column] += slack_s * share / 6
         # Gathers as late as can be, reductions as soon.
         tie = slack_s / max(2 * most_s * (self.slots.count + 1), 1e-12)
-        for (flow, _), columns in self._carried.items():
-            cost[list(columns.values())] += -tie if flow is Flow.REDUCE else tie
+        for (flow, _), carried in self._carried.items():
+            cost[list(carried.values())] += -tie if flow is Flow.REDUCE else tie
         return cost, slack_s
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of units in a cycle."""
+        return self._unit_slots.count
+
+    def fullest_slot(self, interval: int) -> int:
+        """Return the slot of an interval at which memory is looked at: its group's last unit's."""
+        mine = self._slots_in(interval)
+        return mine[0] if interval < self.slots.update else mine[-1]
 
     def first_slot(self, interval: int) -> int:
         """Return the first slot of units in an interval, which may be in the next cycle."""

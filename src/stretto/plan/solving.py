@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Timer
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,14 +82,14 @@ class Solver:
         return Solution(x, float(found["bound"][0]), found["prices"])
 
 
-def _write(stream: BinaryIO, arrays: Arrays) -> None:
+def _write(stream: IO[bytes], arrays: Arrays) -> None:
     packed = io.BytesIO()
     np.savez(packed, allow_pickle=False, **arrays)
     stream.write(struct.pack("<q", packed.tell()) + packed.getvalue())
     stream.flush()
 
 
-def _read(stream: BinaryIO) -> dict[str, NDArray[np.float64]] | None:
+def _read(stream: IO[bytes]) -> dict[str, NDArray[np.float64]] | None:
     head = stream.read(8)
     if len(head) < 8:
         return None
