@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from stretto.plan.check import PlanError, check
 from stretto.plan.choosing import Choosing
 from stretto.plan.fitting import Key, Reach, Room, fit
-from stretto.plan.footprint import Footprints
-from stretto.plan.options import Allowed, Option
+from stretto.plan.options import Allowed, Choice, Option, option_of
 from stretto.plan.ordering import put_in_order
 from stretto.plan.presets import Wish, even_blocks, named_plan
 from stretto.plan.profile import Profile
@@ -29,27 +28,44 @@ _EFFORT = 5000
 plans are tried of a model with many units."""
 
 
+class Attempt(NamedTuple):
+    """What a plan is built from."""
+
+    name: str
+    chosen: tuple[Option, ...]
+    fine: bool
+    """Whether units travel in blocks."""
+    reach: Reach
+
+
 class Candidate(NamedTuple):
     """A plan that was timed."""
 
     name: str
     plan: Plan
     step_s: float
-    chosen: tuple[Option, ...] = ()
+    chosen: tuple[Option, ...]
     fine: bool = False
     reach: Reach = Reach(FAR, FAR)
+
+
+def is_sound(plan: Plan) -> bool:
+    """Say whether a plan can be carried out."""
+    try:
+        check(plan)
+    except PlanError:
+        return False
+    return True
 
 
 class Candidates:
     """Those tried for one profile and budget."""
 
-    def __init__(
-        self, profile: Profile, budget: int, allowed: Allowed, footprints: Footprints
-    ) -> None:
-        self._profile, self._budget = profile, budget
-        self._allowed, self._footprints = allowed, footprints
+    def __init__(self, profile: Profile, budget: int, allowed: Allowed, choosing: Choosing) -> None:
+        self.profile, self._budget = profile, budget
+        self._allowed, self.choosing = allowed, choosing
+        self._footprints = choosing.footprints
         self._best: Candidate | None = None
-        self._tried = 0
 
     @property
     def best(self) -> Candidate:
@@ -64,7 +80,7 @@ class Candidates:
 
     def try_presets(self) -> None:
         """Try the plans that people know by name, where they fit and are allowed."""
-        shapes, allowed = self._profile.shapes, self._allowed
+        shapes, allowed = self.profile.shapes, self._allowed
         for name in ("ddp", "dear", "zero2", "zero3"):
             for prefetch in (None,) if name in ("ddp", "dear") else (1, 2, None):
                 for pending in (1, None):
@@ -77,13 +93,26 @@ class Candidates:
                     plan = named_plan(name, shapes, wish)
                     used = {unit.sharding for unit in plan.units}
                     if used <= set(allowed.shardings) and self._fits(plan):
-                        self._offer(Candidate(name, plan, time_plan(plan, self._profile).step_s))
+                        step_s = time_plan(plan, self.profile).step_s
+                        self.offer(Candidate(name, plan, step_s, self._options_of(plan)))
+
+    def _options_of(self, plan: Plan) -> tuple[Option, ...]:
+        return tuple(
+            option_of(
+                self.profile,
+                index,
+                Choice(unit.sharding, unit.checkpoint, unit.in_host),
+                self._footprints,
+                barrier=plan.barrier,
+            )
+            for index, unit in enumerate(plan.units)
+        )
 
     def _fits(self, plan: Plan) -> bool:
         return self._footprints.peak(plan) <= self._budget
 
-    def _offer(self, candidate: Candidate) -> bool:
-        self._tried += 1
+    def offer(self, candidate: Candidate) -> bool:
+        """Take a candidate that fits, if it is better than the best."""
         better = candidate.step_s < self.best_s * (1 - 1e-9)
         if better:
             self._best = candidate
@@ -92,14 +121,11 @@ class Candidates:
     def try_choices(
         self,
         name: str,
-        chosen: Sequence[Option] | None,
-        choosing: Choosing,
+        chosen: Sequence[Option],
         relaxation: Relaxation | None = None,
         x: NDArray[np.float64] | None = None,
     ) -> None:
         """Try plans of these options: coarse and fine, with windows from narrow to wide."""
-        if chosen is None:
-            return
         cuts = {fine: self._cuts(chosen, fine) for fine in (False, True)}
         if cuts[False] == cuts[True] or not self._allowed.blocks:
             del cuts[True]
@@ -109,37 +135,31 @@ class Candidates:
                 reaches.insert(0, Reach(FAR, FAR, _targets(relaxation, x, cut)))
             num_messages = 3 * sum(map(len, cut))
             for reach in reaches[: max(2, _EFFORT // num_messages)]:
-                self._try(name, tuple(chosen), fine, reach, choosing)
+                self.attempt(Attempt(name, tuple(chosen), fine, reach))
 
-    def _try(
-        self, name: str, chosen: tuple[Option, ...], fine: bool, reach: Reach, choosing: Choosing
-    ) -> bool:
-        tight = choosing.tightest(chosen, self._cuts(chosen, fine))
-        plan = fit(tight.units, self._footprints, self._budget, reach, tight)
-        plan = put_in_order(plan, self._profile) if plan is not None else None
-        if plan is None:
-            return False
-        try:
-            check(plan)
-        except PlanError:
+    def attempt(self, attempt: Attempt) -> bool:
+        """Build a plan and time it; say whether it is the best now."""
+        tight = self.choosing.tightest(attempt.chosen, self._cuts(attempt.chosen, attempt.fine))
+        plan = fit(tight.units, self._footprints, self._budget, attempt.reach, tight)
+        plan = put_in_order(plan, self.profile) if plan is not None else None
+        if plan is None or not is_sound(plan):
             return False
         plan = self._widest(plan)
-        step_s = time_plan(plan, self._profile).step_s
-        return self._offer(Candidate(name, plan, step_s, chosen, fine, reach))
+        return self.offer(Candidate(attempt.name, plan, self.step_s(plan), *attempt[1:]))
+
+    def step_s(self, plan: Plan) -> float:
+        """Return what a step of ``plan`` takes."""
+        return time_plan(plan, self.profile).step_s
 
     def _widest(self, plan: Plan) -> Plan:
         """Return ``plan`` with every window as wide as there is room, which slows nobody."""
         room = Room(plan, self._footprints, self._budget)
         room.widen(Reach(FAR, FAR))
         wide = room.widened()
-        try:
-            check(wide)
-        except PlanError:
-            return plan
-        return wide
+        return wide if is_sound(wide) else plan
 
     def _cuts(self, chosen: Sequence[Option], fine: bool) -> list[tuple[int, ...]]:
-        profile = self._profile
+        profile = self.profile
         piece_s = max(10 * profile.link.latency_s, profile.compute_s / _PARTS)
         cuts: list[tuple[int, ...]] = []
         for option, unit in zip(chosen, profile.units, strict=True):
@@ -147,50 +167,6 @@ class Candidates:
             parts = min(_MOST_BLOCKS, unit.numel, round(most_s / piece_s)) if fine else 1
             cuts.append(even_blocks(unit.numel, -(-unit.numel // max(parts, 1))))
         return cuts
-
-    def improve(self, choosing: Choosing) -> None:
-        """Change the best bit by bit as long as that helps."""
-        left = _EFFORT
-        while True:
-            before_s = self.best_s
-            for change in (self._other_options, self._other_order):
-                left = change(choosing, left)
-            if left <= 0 or self.best_s > before_s * (1 - 1e-4):
-                return
-
-    def _other_options(self, choosing: Choosing, left: int) -> int:
-        """Give one unit after another another option; return the effort that is left."""
-        start = self.best
-        if not start.chosen:
-            return left
-        for unit in range(len(start.chosen)):
-            for option in choosing.options[unit]:
-                now = self.best
-                if option == now.chosen[unit] or left <= 0:
-                    continue
-                left -= len(now.plan.messages)
-                chosen = (*now.chosen[:unit], option, *now.chosen[unit + 1 :])
-                self._try(now.name, chosen, now.fine, now.reach, choosing)
-        return left
-
-    def _other_order(self, choosing: Choosing, left: int) -> int:
-        """Let a message change places with the one behind it; return the effort that is left."""
-        place = 0
-        while place + 1 < len(self.best.plan.messages) and left > 0:
-            left -= len(self.best.plan.messages)
-            now = self.best
-            messages = list(now.plan.messages)
-            messages[place : place + 2] = messages[place + 1], messages[place]
-            plan = now.plan.replace(messages=tuple(messages))
-            try:
-                check(plan)
-            except PlanError:
-                place += 1
-                continue
-            step_s = time_plan(plan, self._profile).step_s
-            self._offer(now._replace(plan=plan, step_s=step_s))
-            place += 1
-        return left
 
 
 def _targets(

@@ -10,6 +10,8 @@ from stretto.plan.slots import Slots
 from stretto.plan.value import Plan, Sharding
 
 _STEPS = 400
+_FEW = 200
+"""Units, of more of which not every option is tried for every one."""
 
 
 class Choosing:
@@ -23,7 +25,7 @@ class Choosing:
         allowed: Allowed,
     ) -> None:
         self._profile, self.options = profile, options
-        self._footprints, self._allowed = footprints, allowed
+        self.footprints, self._allowed = footprints, allowed
 
     def tightest(self, chosen: Sequence[Option], blocks: Sequence[Sequence[int]] = ()) -> Plan:
         """Return the plan of these options that keeps least."""
@@ -40,25 +42,49 @@ class Choosing:
         return [min(mine, key=lambda o: o.channel_s + o.again_s) for mine in self.options]
 
     def smallest(self) -> list[Option]:
-        """Return the options that need least, as far as one unit after another can tell."""
-        chosen = self.repaired(self.fastest(), 0)
-        return chosen if chosen is not None else self.fastest()
+        """Return the options that need least, as far as changing one after another can tell."""
+        frugal = [min(mine, key=lambda o: (o.held.always, o.kept_bytes)) for mine in self.options]
+        starts = [frugal, self._lowered(self.fastest())]
+        return self._changed_singly(min(starts, key=self._peak))
+
+    def _peak(self, chosen: Sequence[Option]) -> int:
+        return self.footprints.peak(self.tightest(chosen))
+
+    def _changed_singly(self, chosen: list[Option]) -> list[Option]:
+        """Return options of which no single one could be changed for a smaller peak."""
+        best, least = chosen, self._peak(chosen)
+        for unit in range(len(chosen)) if len(chosen) <= _FEW else ():
+            for option in self.options[unit]:
+                tried = [*best[:unit], option, *best[unit + 1 :]]
+                if option is not best[unit] and (peak := self._peak(tried)) < least:
+                    best, least = tried, peak
+        return best
+
+    def _lowered(self, chosen: list[Option]) -> list[Option]:
+        """Return options with as low a peak as `repaired` can reach."""
+        now, least = chosen, self._peak(chosen)
+        while True:
+            tried = self.repaired(now, least - 1)
+            if tried is None:
+                return now
+            now, least = tried, self._peak(tried)
+
+    def fitting(self, chosen: Sequence[Option], budget: int) -> list[Option]:
+        """Return options near ``chosen`` that fit into ``budget``, or the smallest ones."""
+        return self.repaired(chosen, budget) or self.smallest()
 
     def repaired(self, chosen: Sequence[Option], budget: int) -> list[Option] | None:
-        """Return options near ``chosen`` that fit into ``budget``; None if there are none.
-
-        With a budget of nothing, as few bytes as can be.
-        """
+        """Return options near ``chosen`` that fit into ``budget``; None if none were found."""
         now = list(chosen)
         for _ in range(_STEPS):
-            curve = self._footprints.curve(self.tightest(now))
+            curve = self.footprints.curve(self.tightest(now))
             slot = max(range(len(curve)), key=curve.__getitem__)
             excess = curve[slot] - budget
             if excess <= 0:
                 return now
             better = self._relieve(now, slot, excess)
             if better is None:
-                return now if budget == 0 else None
+                return None
             now = better
         return None
 

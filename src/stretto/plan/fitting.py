@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.plan.building import When, build
-from stretto.plan.check import needed, window
+from stretto.plan.check import window
 from stretto.plan.footprint import Footprints
 from stretto.plan.memory import MOMENTS, entered, left, moments
 from stretto.plan.slots import Slots
@@ -30,6 +30,8 @@ class Reach:
     """Slots that a gradient may wait after the one that follows its backward."""
     targets: Mapping[Key, int] = field(default_factory=dict)
     """By message, where it is known: the earliest gate, or the latest due."""
+    first: tuple[Key, ...] = ()
+    """Those whose windows are widened before all others."""
 
 
 def tight_plan(units: Sequence[Unit], *, barrier: bool, whole_layers: bool) -> Plan:
@@ -78,10 +80,12 @@ class Room:
 
     def widen(self, reach: Reach) -> None:
         """Widen all windows in turn, as far as ``reach`` says and there is room."""
-        wishes = {key: self._wished(key, reach) for key in self.slots}
-        moving = [key for key, wished in wishes.items() if wished != self.slots[key]]
-        while moving:
-            moving = [key for key in moving if self._step(key) and self.slots[key] != wishes[key]]
+        favoured = [key for key in reach.first if key in self.slots]
+        for moving in (favoured, list(self.slots)):
+            wishes = {key: self._wished(key, reach) for key in moving}
+            left = [key for key in moving if self.slots[key] != wishes[key]]
+            while left:
+                left = [key for key in left if self._step(key) and self.slots[key] != wishes[key]]
 
     def _wished(self, key: Key, reach: Reach) -> int:
         what, unit, _ = key
@@ -161,8 +165,3 @@ def fit(
         return When(gate, used, first)
 
     return build(units, timing, barrier=tight.barrier, whole_layers=tight.whole_layers)
-
-
-def count_messages(units: Sequence[Unit]) -> int:
-    """Return how many messages a plan of ``units`` has."""
-    return sum(1 for _ in needed(Plan(units=tuple(units), messages=())))

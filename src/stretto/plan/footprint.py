@@ -41,7 +41,7 @@ class Footprints:
         return {
             "always kept": [always] * plan.slots.count,
             "whole parameters": [whole[moment] for moment in most],
-            "gradients": [waiting[moment] for moment in most],
+            "gradients waiting": [waiting[moment] for moment in most],
             "activations and workspace": [kept - other for kept in self.activations(plan)],
         }
 

@@ -21,6 +21,7 @@ from stretto.plan.infeasible import refuse
 from stretto.plan.options import Allowed, Option, all_options
 from stretto.plan.profile import Profile
 from stretto.plan.relaxed import Problem, Relaxation
+from stretto.plan.search import improve
 from stretto.plan.solving import Solution, Solver
 from stretto.plan.value import Plan
 
@@ -72,18 +73,18 @@ def make_plan(
     refuse(profile, budget, choosing, footprints)
     relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
     problem = relaxation.problem(budget)
-    candidates = Candidates(profile, budget, allowed, footprints)
+    candidates = Candidates(profile, budget, allowed, choosing)
     with ThreadPoolExecutor(1) as aside:
         solving = aside.submit(_solve, problem)
         candidates.try_presets()
-        candidates.try_choices("greedy", choosing.repaired(choosing.fastest(), budget), choosing)
+        candidates.try_choices("greedy", choosing.fitting(choosing.fastest(), budget))
         greedy_s = candidates.best_s
         found = solving.result()
     for name, solution in found:
         if solution.x is not None:
-            chosen = choosing.repaired(relaxation.chosen(solution.x), budget)
-            candidates.try_choices(name, chosen, choosing, relaxation, solution.x)
-    candidates.improve(choosing)
+            chosen = choosing.fitting(relaxation.chosen(solution.x), budget)
+            candidates.try_choices(name, chosen, relaxation, solution.x)
+    improve(candidates)
     bound_s = problem.base_s - problem.slack_s + max(s.bound for _, s in found) if found else 0.0
     prices = next((s.prices for name, s in found if name == "fractions"), np.zeros(0))
     best = candidates.best
