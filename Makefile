@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The exact solver that the planner is measured against; its pins are not ours.
+EXACT := $(VENV)/exact/.ready
 # Tests of these markers start processes or time something: they have the machine to themselves.
 ALONE := multi or lab or gpu or timed
 
@@ -22,6 +24,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,vision,tensorboard,wandb,mlflow]'
 	@touch $@
 
+$(EXACT): constraints-exact.txt | $(READY)
+	@test -x $(VENV)/exact/bin/python || $(PYTHON) -m venv $(VENV)/exact
+	@$(VENV)/exact/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-exact.txt ortools
+	@touch $@
+
 install: $(READY)
 
 demo: $(READY)
@@ -35,7 +42,7 @@ check: $(READY)
 
 # Both parts run, whatever the first one finds; either fails the target. In the first part the
 # processes of pytest share the cores, so torch has one thread in each.
-test: check
+test: check $(EXACT)
 	@failed=0; \
 	echo "tests that only compute, beside each other"; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m "not ($(ALONE))" \
@@ -51,7 +58,7 @@ size: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py
 
-campaign: $(READY)
+campaign: $(READY) $(EXACT)
 	$(BIN)/python benchmarks/campaign.py
 
 clean:
