@@ -297,7 +297,8 @@ class Relaxation:
                 stays = self._barrier and option.held.in_place
                 early = self._profile.units[unit].used_often and interval <= began
                 made = early or (unit == last and interval == began)
-                if made or began < interval <= (slots.update if stays else over):
+                waits = option.reduce_s > 0 and began < interval <= over
+                if made or waits or (stays and began < interval <= slots.update):
                     yield column, float(option.gradient_bytes)
                 if self._barrier and began < interval <= slots.update:
                     yield column, float(sum(option.held.reduced))
