@@ -24,6 +24,14 @@ VERBS = {
         "stretto.cli.calibrate:calibrate",
         "Measure links and algorithms; write a cluster's description.",
     ),
+    "profile": (
+        "stretto.cli.profile:profile",
+        "Measure or estimate a run's model, unit by unit, and its messages.",
+    ),
+    "plan": (
+        "stretto.cli.plan:plan",
+        "Plan sharding and every message under a memory limit; explain it.",
+    ),
     "simulate": (
         "stretto.cli.simulate:simulate",
         "Predict what collectives cost on a cluster that is not here.",

@@ -9,6 +9,7 @@ way round. The planner chooses both at once, and should be as good as the best s
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import numpy as np
@@ -63,7 +64,7 @@ def split_curve(
     allowed: Allowed = Allowed(),  # noqa: B008
 ) -> list[SplitPoint]:
     """Return the plan of each share of ``budget``; shares into which nothing fits are left out."""
-    split = _Split(profile, allowed)
+    split = Split(profile, _choosing(profile, allowed))
     points: list[SplitPoint] = []
     with Solver() as solver:
         for share in shares:
@@ -85,7 +86,7 @@ def even_shares(
     allowed: Allowed = Allowed(),  # noqa: B008
 ) -> list[int]:
     """Return ``count`` shares of ``budget``, from the least into which something fits to all."""
-    least = _Split(profile, allowed).least_bytes
+    least = Split(profile, _choosing(profile, allowed)).least_bytes
     return [round(share) for share in np.linspace(least, max(least, budget), count)]
 
 
@@ -101,28 +102,36 @@ def random_candidates(
     Units in random order are given random options, as long as there is room. Then windows grow, all
     in turn, towards random slots, again as long as there is room.
     """
-    split, draw = _Split(profile, allowed), random.Random(seed)
+    split, draw = Split(profile, _choosing(profile, allowed)), random.Random(seed)
     if split.least_bytes > budget:
         return []
-    drawn = (split.drawn(budget, draw) for _ in range(_TRIES * count))
+    blocks = _BLOCKS if allowed.blocks else (1,)
+    drawn = (split.drawn(budget, blocks, draw) for _ in range(_TRIES * count))
     plans = islice((plan for plan in drawn if plan is not None), count)
     return [RandomPlan(time_plan(plan, profile).step_s, plan) for plan in plans]
 
 
-class _Split:
+def _choosing(profile: Profile, allowed: Allowed) -> Choosing:
+    footprints = Footprints(profile)
+    return Choosing(profile, all_options(profile, allowed, footprints), footprints, allowed)
+
+
+class Split:
     """The options of a profile, with what each keeps at every moment when all is just in time."""
 
-    def __init__(self, profile: Profile, allowed: Allowed) -> None:
-        self._profile, self._blocks = profile, allowed.blocks
-        self.footprints = Footprints(profile)
-        self._options = all_options(profile, allowed, self.footprints)
-        self.choosing = Choosing(profile, self._options, self.footprints, allowed)
+    def __init__(self, profile: Profile, choosing: Choosing) -> None:
+        self._profile, self.choosing = profile, choosing
+        self._options = choosing.options
         self._kept = self._tables()
-        smallest = self.choosing.smallest()
-        self._smallest = [
-            mine.index(one) for mine, one in zip(self._options, smallest, strict=True)
-        ]
-        self.least_bytes = self.footprints.peak(self.choosing.tightest(smallest))
+
+    @cached_property
+    def _smallest(self) -> list[Option]:
+        return self.choosing.smallest()
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest share into which something fits."""
+        return self.choosing.footprints.peak(self.choosing.tightest(self._smallest))
 
     def _tables(self) -> list[list[Bytes]]:
         """Return the bytes of each option of each unit; a plan keeps the sum of its options'."""
@@ -168,21 +177,20 @@ class _Split:
             "gap": np.array([_GAP]),
         }
 
-    def drawn(self, budget: int, draw: random.Random) -> Plan | None:
+    def drawn(self, budget: int, blocks: Sequence[int], draw: random.Random) -> Plan | None:
         """Return a random plan; None if its blocks, which are padded, are too much."""
         chosen = self._drawn_options(budget, draw)
         cuts = [
-            even_blocks(unit.numel, -(-unit.numel // draw.choice(_BLOCKS)))
-            if self._blocks
-            else (unit.numel,)
+            even_blocks(unit.numel, -(-unit.numel // draw.choice(blocks)))
             for unit in self._profile.units
         ]
         tight = self.choosing.tightest(chosen, cuts)
         reach = Reach(0, 0, dict(_drawn_slots(tight, draw)))
-        return fit(tight.units, self.footprints, budget, reach, tight)
+        return fit(tight.units, self.choosing.footprints, budget, reach, tight)
 
     def _drawn_options(self, budget: int, draw: random.Random) -> list[Option]:
-        places = list(self._smallest)
+        pairs = zip(self._options, self._smallest, strict=True)
+        places = [mine.index(option) for mine, option in pairs]
         kept = sum(mine[place] for mine, place in zip(self._kept, places, strict=True))
         for unit in draw.sample(range(len(places)), len(places)):
             place = draw.randrange(len(self._options[unit]))

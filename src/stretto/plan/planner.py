@@ -17,6 +17,7 @@ from stretto.plan.candidates import Candidates
 from stretto.plan.choosing import Choosing
 from stretto.plan.footprint import Footprints
 from stretto.plan.groups import group_units
+from stretto.plan.handsplit import Split
 from stretto.plan.infeasible import refuse
 from stretto.plan.options import Allowed, Option, all_options
 from stretto.plan.profile import Profile
@@ -27,6 +28,9 @@ from stretto.plan.value import Plan
 
 _GROUPS = 40
 _GAP = 1e-3
+_SHARES = (1.0, 0.95)
+_SPLIT_UNITS = 128
+"""For how many units options are also tried that send least in such shares of the budget."""
 _FRACTIONS_S, _WHOLE_S = 10.0, 1.0
 """What the solver may take; the second seldom finds what the first, rounded, is not near to."""
 
@@ -74,12 +78,17 @@ def make_plan(
     relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
     problem = relaxation.problem(budget)
     candidates = Candidates(profile, budget, allowed, choosing)
-    with ThreadPoolExecutor(1) as aside:
-        solving = aside.submit(_solve, problem)
+    with Solver() as solver, ThreadPoolExecutor(1) as aside:
+        solving = aside.submit(_solve, problem, solver)
         candidates.try_presets()
         candidates.try_choices("greedy", choosing.fitting(choosing.fastest(), budget))
         greedy_s = candidates.best_s
         found = solving.result()
+        split = Split(profile, choosing) if len(options) <= _SPLIT_UNITS else None
+        for share in _SHARES if split is not None else ():
+            chosen = split.least_traffic(round(share * budget), solver)
+            if chosen is not None:
+                candidates.try_choices("least traffic", chosen)
     for name, solution in found:
         if solution.x is not None:
             chosen = choosing.fitting(relaxation.chosen(solution.x), budget)
@@ -111,7 +120,7 @@ def _groups(profile: Profile, options: Sequence[tuple[Option, ...]]) -> list[ran
     return group_units(shares, _GROUPS)
 
 
-def _solve(problem: Problem) -> list[tuple[str, Solution]]:
+def _solve(problem: Problem, solver: Solver) -> list[tuple[str, Solution]]:
     rows = problem.rows
     arrays = {
         "cost": problem.cost,
@@ -124,11 +133,10 @@ def _solve(problem: Problem) -> list[tuple[str, Solution]]:
         "upper_rows": np.array(rows.upper),
         "gap": np.array([_GAP]),
     }
-    with Solver() as solver:
-        tried = [
-            ("fractions", solver.solve(arrays, whole=False, limit_s=_FRACTIONS_S)),
-            ("whole", solver.solve(arrays, whole=True, limit_s=_WHOLE_S)),
-        ]
+    tried = [
+        ("fractions", solver.solve(arrays, whole=False, limit_s=_FRACTIONS_S)),
+        ("whole", solver.solve(arrays, whole=True, limit_s=_WHOLE_S)),
+    ]
     return [(name, solution) for name, solution in tried if solution is not None]
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 from pydantic import Field
 
+from stretto.errors import ConfigError
 from stretto.plan.memory import Widths
 from stretto.plan.presets import Shape
 from stretto.plan.saved import Saved, Value, read_saved
@@ -105,6 +107,8 @@ class Profile(Saved):
     """What the model keeps besides: buffers, frozen parameters, the batch."""
     source: str = ""
     """Where these figures are from."""
+    unit_bytes: int | None = Field(default=None, ge=0)
+    """Up to which neighbours were joined, if that is known."""
     schema_version: int = SCHEMA
 
     @property
@@ -151,6 +155,24 @@ class Profile(Saved):
         backward = [unit.backward_s + unit.forward_s * twice for unit, twice in again]
         forward = [unit.forward_s for unit in self.units]
         return [*reversed(backward), self.update_s if barrier else 0.0, *forward]
+
+
+def check_same_units(profile: Profile, shapes: Sequence[Shape], called: str) -> None:
+    """See that a profile, which people call ``called``, is one of these units.
+
+    Raises:
+        ConfigError: It is of others.
+    """
+    for index, (cost, shape) in enumerate(zip_longest(profile.units, shapes)):
+        if cost is None or shape is None or (cost.name, cost.numel) != (shape.name, shape.numel):
+            raise ConfigError(
+                f"{called} is a profile of another model: its unit {index} is {_named(cost)}, here "
+                f"it is {_named(shape)}; make it anew for this model and strategy.unit"
+            )
+
+
+def _named(unit: UnitCost | Shape | None) -> str:
+    return "missing" if unit is None else f"{unit.name} of {unit.numel} elements"
 
 
 def read_profile(path: Path) -> Profile:

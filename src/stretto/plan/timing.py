@@ -1,13 +1,12 @@
 """What a step of a plan takes on a profile, slot by slot and message by message."""
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
-from stretto.errors import ConfigError
 from stretto.plan.clock import Clock, Stretch
 from stretto.plan.pace import Pace
-from stretto.plan.profile import Profile, UnitCost
-from stretto.plan.value import Plan, Unit
+from stretto.plan.presets import Shape
+from stretto.plan.profile import Profile, check_same_units
+from stretto.plan.value import Plan
 
 _CYCLES = 64
 _SAME = 1e-9
@@ -36,12 +35,8 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
     Raises:
         ConfigError: The profile is one of another model.
     """
-    for index, (unit, cost) in enumerate(zip_longest(plan.units, profile.units)):
-        if unit is None or cost is None or (unit.name, unit.numel) != (cost.name, cost.numel):
-            raise ConfigError(
-                f"the profile is of another model: its unit {index} is {_called(cost)}, that of "
-                f"the plan {_called(unit)}; make it anew"
-            )
+    shapes = [Shape(unit.name, unit.numel) for unit in plan.units]
+    check_same_units(profile, shapes, "this")
     clock = (Pace if profile.link.lanes == 1 else Clock)(plan, profile)
     before_s = 0.0
     for _ in range(_CYCLES):
@@ -50,7 +45,3 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
             break
         before_s = cycle.step_s
     return Timed(cycle.step_s, tuple(cycle.slots), tuple(cycle.messages))
-
-
-def _called(unit: Unit | UnitCost | None) -> str:
-    return "missing" if unit is None else f"{unit.name} of {unit.numel} elements"

@@ -93,6 +93,8 @@ class Plan(Saved):
     """Whether the update waits for all gradients, for somebody who reads them."""
     whole_layers: bool = False
     """Whether an update looks at a whole unit (LARS, LAMB), not at each element by itself."""
+    unit_bytes: int | None = Field(default=None, ge=0)
+    """Up to which neighbours were joined to units, if that is known: who runs it joins as many."""
     schema_version: int = SCHEMA
 
     @property

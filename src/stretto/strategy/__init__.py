@@ -8,9 +8,11 @@ from torch import nn
 
 from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel
+from stretto.plan.profile import Profile
 from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts, tuned
 from stretto.strategy.base import Agreed, MakeOptimizer, Strategy
 from stretto.strategy.sharded.config import ShardedConfig, checked_plan
+from stretto.strategy.sharded.known import Known
 from stretto.strategy.sharded.strategy import Sharded
 from stretto.telemetry.timeline import Recorder
 
@@ -32,15 +34,17 @@ def build_strategy(
     *,
     weigh_samples: bool = False,
     calls: Sequence[str] | None = None,
+    profile: Profile | None = None,
 ) -> Strategy:
     """Return the strategy that ``config`` names, talking over ``channel``.
 
     ``weigh_samples`` is for a loop whose loss is a mean over the local batch; ``calls`` are the
-    modules that a forward calls, in order, where somebody has seen one.
+    modules that a forward calls, in order, where somebody has seen one; ``profile`` is what the
+    model takes, where somebody has estimated it.
     """
     if isinstance(config, ShardedConfig):
         sharded = Sharded(config, channel, recorder, weigh_samples=weigh_samples)
-        sharded.calls = calls
+        sharded.known = Known(calls, profile)
         return sharded
     return AllReduce(config, channel, recorder, weigh_samples=weigh_samples)
 

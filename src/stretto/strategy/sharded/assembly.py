@@ -1,6 +1,5 @@
 """From a model, its optimizer and a config to everything that the sharded strategy works with."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from stretto.strategy.sharded.assumptions import refuse_shared_storage
 from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.config import ShardedConfig, plan_for, units_of
 from stretto.strategy.sharded.intake import Intake
+from stretto.strategy.sharded.known import Known, plan_at_start
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.norms import ShardNorms
 from stretto.strategy.sharded.storage import Types, UnitStorage
@@ -43,14 +43,17 @@ def cut_up(
     courier: Courier,
     model: nn.Module,
     optimizer: Optimizer,
-    calls: Sequence[str] | None,
+    known: Known,
 ) -> Assembled:
     """Cut ``model`` up as its plan says; all ranks together, with equal models."""
     refuse_unfit(optimizer)
     by_layer = hasattr(optimizer, "norms")
-    found = units_of(config, model, calls)
+    found = units_of(config, model, known.calls)
     refuse_shared_storage(found)
-    plan = plan_for(config, found, whole_layers=by_layer, seen=calls is not None)
+    if config.memory is None:
+        plan = plan_for(config, found, whole_layers=by_layer, seen=known.calls is not None)
+    else:
+        plan = plan_at_start(config, known, found, channel, whole_layers=by_layer)
     _agree_on(plan, channel)
     ledger = Ledger(plan.slots.count)
     units = [_hold(config, channel, plan, index, unit, ledger) for index, unit in enumerate(found)]

@@ -1,6 +1,7 @@
 """The sharded strategy: parameters, gradients and optimizer state cut up as a plan says."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from stretto.strategy.sharded.drawing import Drawing
 from stretto.strategy.sharded.engine import Engine
 from stretto.strategy.sharded.heap import let_memory_leave
 from stretto.strategy.sharded.hooks import Hooks
+from stretto.strategy.sharded.known import Known
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.whole import cut_up_again, put_together
 from stretto.telemetry.timeline import Recorder
@@ -45,8 +47,8 @@ class Sharded:
         self.sound: Callable[[], bool] = lambda: True
         self.inline = False
         """Whether every message is waited for at once: for those who count memory, not time."""
-        self.calls: Sequence[str] | None = None
-        """The modules that a forward calls, in order, where that is known before `attach`."""
+        self.known = Known()
+        """Of the model, before `attach`."""
         self._config, self._channel = config, channel
         self._recorder = recorder or Recorder(channel.rank)
         self._courier = Courier(channel, frugal=True)
@@ -68,7 +70,8 @@ class Sharded:
             self._weights = SampleWeights(model)
         self._buffers = Buffers(model)
         optimizer = make_optimizer(model.parameters())
-        self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer, self.calls)
+        known = replace(self.known, barrier=self.reads_gradients)
+        self._cut = cut_up(self._config, self._channel, self._courier, model, optimizer, known)
         self._owners = Owners(model, self._cut.model_units)
         self._borrowed = self._freed()
         let_memory_leave()  # that of whole parameters

@@ -1,0 +1,264 @@
+"""Memory split by hand against the planner, which splits it itself: predicted, four profiles.
+
+    python -m benchmarks.split_curve [--shares 16] [--random 200] [--profiles NAME ...]
+    python -m benchmarks.split_curve --record     the same as a record, with a picture: curve.svg
+
+The budget is the mean of what zero3 needs (prefetch 1, pending 1) and what zero2 needs (prefetch
+1), both with a barrier. One JSON object a profile: a step for each share of the budget that may go
+into keeping parameters, the planner's step and its bound, the best preset that fits, the best and
+the median of random plans. The exit status is 1 if the planner is slower than some share, the best
+preset or a random plan.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
+
+from benchmarks.profiles import profiles
+from benchmarks.record import RECORDS, record
+from stretto.plan.footprint import Footprints
+from stretto.plan.handsplit import even_shares, random_candidates, split_curve
+from stretto.plan.planner import make_plan
+from stretto.plan.presets import Wish, named_plan
+from stretto.plan.profile import Profile
+from stretto.plan.timing import time_plan
+from stretto.report.figures import OTHER, PALETTE
+
+NAME = "split_curve"
+SEED = 0
+SAME = 1e-9
+PRESETS = ("ddp", "dear", "zero2", "zero3")
+REACHES = (1, 2, None)
+"""Of presets: units ahead, and slots pending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One profile at its budget; seconds of a step, bytes of a rank."""
+
+    profile: str
+    budget: int
+    low: int
+    high: int
+    shares: list[int]
+    split_s: list[float]
+    sent_s: list[float]
+    """How long the link is busy with the plan of each share."""
+    waited_s: list[float]
+    """How long computation stands still in it."""
+    planned_s: float
+    bound_s: float
+    how: str
+    preset: str
+    preset_s: float | None
+    """None where no preset fits."""
+    random_plans: int
+    random_best_s: float
+    random_median_s: float
+    compute_s: float
+    planner_took_s: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is faster than the planner's plan."""
+        known = [*self.split_s, self.random_best_s, self.preset_s or self.planned_s]
+        return self.planned_s <= min(known) * (1 + SAME)
+
+
+def main() -> int:
+    """Compare, or record a comparison and draw it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shares", type=int, default=16)
+    parser.add_argument("--random", type=int, default=200)
+    parser.add_argument("--profiles", nargs="+", default=list(profiles()))
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args()
+    asked = ["--shares", str(args.shares), "--random", str(args.random)]
+    if args.record:
+        return keep([*asked, "--profiles", *args.profiles])
+    held = True
+    for name in args.profiles:
+        compared = compare(name, profiles()[name], args.shares, args.random)
+        held = held and compared.holds
+        print(json.dumps({**asdict(compared), "holds": compared.holds}), flush=True)
+    return 0 if held else 1
+
+
+def keep(arguments: Sequence[str]) -> int:
+    """Record a comparison and lay its picture beside it."""
+    code, results = record(NAME, ["python", "-m", "benchmarks.split_curve", *arguments])
+    folder = RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{NAME}"
+    (folder / "curve.svg").write_text(draw(results), encoding="utf-8")
+    return code
+
+
+def budgets(profile: Profile) -> tuple[int, int]:
+    """Return what zero3 and zero2 need, each with a barrier and one unit ahead."""
+    footprints, shapes = Footprints(profile), profile.shapes
+    frugal = named_plan("zero3", shapes, Wish(prefetch=1, pending=1, barrier=True))
+    ample = named_plan("zero2", shapes, Wish(prefetch=1, barrier=True))
+    return footprints.peak(frugal), footprints.peak(ample)
+
+
+def compare(name: str, profile: Profile, num_shares: int, num_random: int) -> Compared:
+    """Plan one profile in every way."""
+    low, high = budgets(profile)
+    budget = (low + high) // 2
+    began_s = time.monotonic()
+    planned = make_plan(profile, budget)
+    took_s = time.monotonic() - began_s
+    points = split_curve(profile, budget, even_shares(profile, budget, num_shares))
+    preset, preset_s = best_preset(profile, budget)
+    drawn = [one.step_s for one in random_candidates(profile, budget, num_random, SEED)]
+    return Compared(
+        profile=name,
+        budget=budget,
+        low=low,
+        high=high,
+        shares=[point.share_bytes for point in points],
+        split_s=[point.step_s for point in points],
+        sent_s=[profile.channel_s(point.plan) for point in points],
+        waited_s=[time_plan(point.plan, profile).waited_s for point in points],
+        planned_s=planned.step_s,
+        bound_s=planned.bound_s,
+        how=planned.how,
+        preset=preset,
+        preset_s=preset_s,
+        random_plans=len(drawn),
+        random_best_s=min(drawn),
+        random_median_s=statistics.median(drawn),
+        compute_s=profile.compute_s,
+        planner_took_s=round(took_s, 3),
+    )
+
+
+def best_preset(profile: Profile, budget: int) -> tuple[str, float | None]:
+    """Return the fastest plan with a name that fits, and what a step of it takes."""
+    footprints = Footprints(profile)
+    tried: list[tuple[float, str]] = []
+    for name in PRESETS:
+        for prefetch in REACHES:
+            for pending in REACHES:
+                plan = named_plan(name, profile.shapes, Wish(prefetch, pending))
+                if footprints.peak(plan) <= budget:
+                    called = f"{name}, prefetch {prefetch or 'all'}, pending {pending or 'all'}"
+                    tried.append((time_plan(plan, profile).step_s, called))
+    best_s, called = min(tried, default=(None, "none fits"))
+    return called, best_s
+
+
+WIDTH, HEIGHT = 460, 340
+LEFT, RIGHT, TOP, BOTTOM = 58, 24, 98, 42
+INK = "#1b2430"
+
+
+class Axis(NamedTuple):
+    """From values to places in a picture."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return the place of a value."""
+        share = (value - self.low) / ((self.high - self.low) or 1.0)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def ticks(self) -> list[float]:
+        """A few values, evenly spread."""
+        return [self.low + i * (self.high - self.low) / 4 for i in range(5)]
+
+
+def draw(results: Sequence[dict[str, Any]]) -> str:
+    """Return a picture with a panel for each profile."""
+    panels = [
+        f'<g transform="translate({i % 2 * WIDTH},{i // 2 * HEIGHT})">{"".join(panel(one))}</g>'
+        for i, one in enumerate(results)
+    ]
+    width, height = 2 * WIDTH, -(-len(results) // 2) * HEIGHT
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'font-family="system-ui, sans-serif" font-size="11" fill="{INK}">',
+            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            *panels,
+            "</svg>\n",
+        ]
+    )
+
+
+def panel(one: dict[str, Any]) -> Iterable[str]:
+    """Yield the elements of one profile's panel."""
+    steps_ms = [step_s * 1e3 for step_s in one["split_s"]]
+    marks = {"planned": one["planned_s"] * 1e3, "bound": one["bound_s"] * 1e3}
+    if one["preset_s"] is not None:
+        marks["best preset"] = one["preset_s"] * 1e3
+    highest, lowest = max(steps_ms), min(*steps_ms, *marks.values())
+    margin = 0.06 * (highest - lowest)
+    x = Axis(one["shares"][0] / 1e9, one["budget"] / 1e9, LEFT, WIDTH - RIGHT)
+    y = Axis(lowest - margin, highest + margin, HEIGHT - BOTTOM, TOP)
+    yield from heading(one, marks)
+    yield from axes(x, y)
+    for (name, value), colour in zip(marks.items(), (PALETTE[1], OTHER, PALETTE[2]), strict=False):
+        if value <= y.high:
+            yield level(name, value, colour, x, y)
+    points = [(x.at(s / 1e9), y.at(ms)) for s, ms in zip(one["shares"], steps_ms, strict=True)]
+    path = " ".join(f"{px},{py}" for px, py in points)
+    yield f'<polyline points="{path}" fill="none" stroke="{PALETTE[0]}" stroke-width="2"/>'
+    for px, py in points:
+        yield f'<circle cx="{px}" cy="{py}" r="3" fill="{PALETTE[0]}"/>'
+
+
+def heading(one: dict[str, Any], marks: dict[str, float]) -> Iterable[str]:
+    """Yield what a panel shows, in words; what is off its scale, too."""
+    title = f"{one['profile']}: {one['budget'] / 1e9:.2f} GB a rank"
+    best, median = one["random_best_s"] * 1e3, one["random_median_s"] * 1e3
+    lines = [
+        f"split by hand: best {min(one['split_s']) * 1e3:.1f} ms",
+        ", ".join(f"{name} {value:.1f} ms" for name, value in marks.items()),
+        f"{one['random_plans']} random plans: best {best:.1f} ms, median {median:.1f} ms",
+    ]
+    yield f'<text x="{LEFT}" y="20" font-size="14" font-weight="600">{escape(title)}</text>'
+    for place, line in enumerate(lines):
+        yield _text(LEFT, 38 + 15 * place, line, "start")
+
+
+def axes(x: Axis, y: Axis) -> Iterable[str]:
+    """Yield lines and labels of both axes."""
+    digits = 2 if x.high - x.low < 2 else 1
+    for value in x.ticks:
+        yield _text(x.at(value), HEIGHT - BOTTOM + 16, f"{value:.{digits}f}", "middle")
+    for value in y.ticks:
+        yield _text(LEFT - 6, y.at(value) + 4, f"{value:.4g}", "end")
+        yield f'<path d="M{LEFT} {y.at(value)}H{WIDTH - RIGHT}" stroke="#e4e8ee"/>'
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    yield _text(middle, HEIGHT - 10, "GB of the budget for keeping parameters", "middle")
+    yield _text(4, TOP - 10, "ms a step", "start")
+
+
+def level(name: str, value: float, colour: str, x: Axis, y: Axis) -> str:
+    """Return a dashed line across a panel, with its name."""
+    line = f'<path d="M{x.start} {y.at(value)}H{x.end}" stroke="{colour}" stroke-width="1.5" '
+    # The bound may lie just below the plan: their names stand at different ends.
+    place, anchor = (x.start, "start") if name == "bound" else (x.end, "end")
+    label = f'<g fill="{colour}">{_text(place, y.at(value) - 4, name, anchor)}</g>'
+    return f'{line}stroke-dasharray="6 4"/>{label}'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""``stretto profile``: what a run's model and links take, written down for plans."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.plan.profile import Profile
+
+_MOST_ROWS = 40
+
+
+def profile(
+    run: Path,
+    /,
+    *overrides: str,
+    out: Path = Path("profile.json"),
+    cluster: str | None = None,
+    estimate: bool = False,
+    device: str = "cpu",
+    repeats: int = 9,
+) -> int:
+    """Measure what each unit of RUN's model takes, and what its messages do.
+
+    Example: stretto lab --hosts 4 --rate 400mbit -- stretto profile run.toml --out profile.json
+
+    Parameters
+    ----------
+    run
+        The run file (TOML), or the name of a recipe.
+    overrides
+        Settings laid over the file, as table.key=value.
+    out
+        The profile, as JSON.
+    cluster
+        Where the link is from, instead of messages: a file of stretto calibrate, or a name such as
+        "gpu nodes 100gbit".
+    estimate
+        Count the model's operations instead of running them; needs --cluster.
+    device
+        cpu (Gloo) or cuda (NCCL); with --estimate also h200, "h200 fp32", or operations and bytes
+        of memory in a second as 3e14,2e12.
+    repeats
+        Steps that are timed; the median counts.
+    """
+    from stretto.cluster.detect import detect
+    from stretto.errors import ConfigError
+    from stretto.launch.early import quiet_torch
+    from stretto.recipes import load_run
+    from stretto.study.profiling import Asked, check_asked, profile_run, write_profile
+
+    quiet_torch()
+    # model.target may name a module beside the run file or where we stand, as for training.
+    sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}")
+    world = detect()
+    asked = Asked(repeats, device, cluster, estimate)
+    check_asked(world, asked)
+    config = load_run(run, overrides).config
+    if estimate and world.rank > 0:  # one is enough
+        return 0
+    found = profile_run(config, world, asked, _say if world.rank == 0 else lambda _: None)
+    if world.rank == 0:
+        write_profile(found, out)
+        _print(found)
+        _say(f"wrote {out}")
+    return 0
+
+
+def _print(found: "Profile") -> None:
+    from stretto.units import format_bytes, format_s
+
+    width = max(len(_short(unit.name)) for unit in found.units) + 2
+    head = f"{'unit':<{width}}{'elements':>12}{'forward':>14}{'backward':>14}{'spread':>8}"
+    print(f"{head}{'activations':>13}{'workspace':>11}")
+    for unit in found.units[:_MOST_ROWS]:
+        print(
+            f"{_short(unit.name):<{width}}{unit.numel:>12,}{format_s(unit.forward_s):>14}"
+            f"{format_s(unit.backward_s):>14}{unit.spread:>8.1%}"
+            f"{format_bytes(unit.activation_bytes):>13}{format_bytes(unit.workspace_bytes):>11}"
+        )
+    if len(found.units) > _MOST_ROWS:
+        print(f"and {len(found.units) - _MOST_ROWS} more")
+    for line in _summary(found):
+        print(line)
+
+
+def _summary(found: "Profile") -> list[str]:
+    from stretto.plan.linking import block_bytes
+    from stretto.units import format_bytes, format_s
+
+    link = found.link
+    return [
+        f"forward and backward {format_s(found.compute_s)}, update {format_s(found.update_s)}, "
+        f"beside messages {found.slowdown:.2f} times as long; {found.source}",
+        f"link of {link.ranks} ranks: {format_s(link.latency_s)} a message, "
+        f"{format_bytes(link.bytes_per_s)}/s, {link.lanes} at once; worth joining up to "
+        f"{format_bytes(block_bytes(link))}",
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 40 else f"{name[:18]} .. {name[-18:]}"
+
+
+def _say(line: str) -> None:
+    print(f"stretto profile: {line}", file=sys.stderr)
