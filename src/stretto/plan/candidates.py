@@ -20,12 +20,21 @@ from stretto.plan.value import Plan, What
 FAR = 1 << 20
 _REACHES = ((2, 1), (FAR, FAR), (1, 1), (4, 2), (1, 0), (8, 4), (2, 2))
 """Slots ahead and pending; what is worth most stands first."""
+_PRESETS = [
+    (name, prefetch, pending, barrier)
+    for name in ("ddp", "dear", "zero2", "zero3")
+    for prefetch in ((None,) if name in ("ddp", "dear") else (1, 2, None))
+    for pending in (1, None)
+    for barrier in (False, True)
+]
 _PARTS = 64
 """A block takes the link no longer than such a part of the computation, if latency allows it."""
 _MOST_BLOCKS = 16
-_EFFORT = 5000
-"""Messages that may be put in order for each set of options, and as many for what follows: fewer
-plans are tried of a model with many units."""
+_EFFORT = 500
+"""Messages that may be put in order for each set of options: fewer windows are tried of a model
+with many units."""
+_NEAR = 1.03
+"""Only a plan that takes no longer than so many times the best is worth wider windows."""
 
 
 class Attempt(NamedTuple):
@@ -81,20 +90,15 @@ class Candidates:
     def try_presets(self) -> None:
         """Try the plans that people know by name, where they fit and are allowed."""
         shapes, allowed = self.profile.shapes, self._allowed
-        for name in ("ddp", "dear", "zero2", "zero3"):
-            for prefetch in (None,) if name in ("ddp", "dear") else (1, 2, None):
-                for pending in (1, None):
-                    wish = Wish(
-                        prefetch,
-                        pending,
-                        barrier=allowed.barrier,
-                        whole_layers=allowed.whole_layers,
-                    )
-                    plan = named_plan(name, shapes, wish)
-                    used = {unit.sharding for unit in plan.units}
-                    if used <= set(allowed.shardings) and self._fits(plan):
-                        step_s = time_plan(plan, self.profile).step_s
-                        self.offer(Candidate(name, plan, step_s, self._options_of(plan)))
+        for name, prefetch, pending, barrier in _PRESETS:
+            if allowed.barrier and not barrier:
+                continue
+            wish = Wish(prefetch, pending, barrier=barrier, whole_layers=allowed.whole_layers)
+            # Whoever need not wait for all gradients may still have the order of one who does.
+            plan = named_plan(name, shapes, wish).replace(barrier=allowed.barrier)
+            used = {unit.sharding for unit in plan.units}
+            if used <= set(allowed.shardings) and self._fits(plan):
+                self.offer(Candidate(name, plan, self.step_s(plan), self._options_of(plan)))
 
     def _options_of(self, plan: Plan) -> tuple[Option, ...]:
         return tuple(
@@ -134,7 +138,7 @@ class Candidates:
             if relaxation is not None and x is not None:
                 reaches.insert(0, Reach(FAR, FAR, _targets(relaxation, x, cut)))
             num_messages = 3 * sum(map(len, cut))
-            for reach in reaches[: max(2, _EFFORT // num_messages)]:
+            for reach in reaches[: max(3, _EFFORT // num_messages)]:
                 self.attempt(Attempt(name, tuple(chosen), fine, reach))
 
     def attempt(self, attempt: Attempt) -> bool:
@@ -144,8 +148,11 @@ class Candidates:
         plan = put_in_order(plan, self.profile) if plan is not None else None
         if plan is None or not is_sound(plan):
             return False
-        plan = self._widest(plan)
-        return self.offer(Candidate(attempt.name, plan, self.step_s(plan), *attempt[1:]))
+        step_s = self.step_s(plan)
+        if step_s < _NEAR * self.best_s:
+            plan = self._widest(plan)
+            step_s = self.step_s(plan)
+        return self.offer(Candidate(attempt.name, plan, step_s, *attempt[1:]))
 
     def step_s(self, plan: Plan) -> float:
         """Return what a step of ``plan`` takes."""

@@ -62,6 +62,7 @@ class Room:
         """Gates of gathers and dues of reductions, as far as they are now."""
         for message in plan.messages:
             self._note(message)
+        self._sizes = {key: self._size(key) for key in self.slots}
 
     def _note(self, message: Message) -> None:
         key = (message.what, message.unit, message.block)
@@ -99,25 +100,32 @@ class Room:
 
     def _step(self, key: Key) -> bool:
         """Widen one window by a slot, if there is room."""
-        what, unit, block = key
-        now, held = self.slots[key], self._held[unit]
-        if what is What.REDUCE:
-            after, num_bytes = now + 1, held.gradients[block]
+        now, num_bytes = self.slots[key], self._sizes[key]
+        if key[0] is What.REDUCE:
+            after = now + 1
             taken = range(entered(now) + 1, entered(after) + 1)
-            if self._plan.barrier:
-                num_bytes = 0 if held.in_place else num_bytes
-            else:
-                num_bytes += held.reduced[block]
         else:
-            after, num_bytes = now - 1, held.gathered
-            taken = range(self._from(what, after), self._from(what, now))
-        free, count = self._free, len(self._free)
-        if num_bytes and any(free[moment % count] < num_bytes for moment in taken):
-            return False
-        for moment in taken:
-            free[moment % count] -= num_bytes
+            after = now - 1
+            taken = range(self._from(key[0], after), self._from(key[0], now))
+        if num_bytes:
+            free, count = self._free, len(self._free)
+            for moment in taken:
+                if free[moment % count] < num_bytes:
+                    return False
+            for moment in taken:
+                free[moment % count] -= num_bytes
         self.slots[key] = after
         return True
+
+    def _size(self, key: Key) -> int:
+        """Return what a window takes for every moment that it is wider."""
+        what, unit, block = key
+        held = self._held[unit]
+        if what is not What.REDUCE:
+            return held.gathered
+        if self._plan.barrier:
+            return 0 if held.in_place else held.gradients[block]
+        return held.gradients[block] + held.reduced[block]
 
     def _from(self, what: What, gate: int) -> int:
         waits = self._plan.barrier and what is What.GATHER

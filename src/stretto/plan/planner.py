@@ -6,12 +6,11 @@ budget by construction; the clock says how long each takes, and the fastest is c
 as long as that helps. Presets that fit are among the candidates, so no plan is worse than one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stretto.plan.candidates import Candidates
 from stretto.plan.choosing import Choosing
@@ -23,7 +22,7 @@ from stretto.plan.options import Allowed, Option, all_options
 from stretto.plan.profile import Profile
 from stretto.plan.relaxed import Problem, Relaxation
 from stretto.plan.search import improve
-from stretto.plan.solving import Solution, Solver
+from stretto.plan.solving import Arrays, Solution, Solver
 from stretto.plan.value import Plan
 
 _GROUPS = 40
@@ -31,7 +30,7 @@ _GAP = 1e-3
 _SHARES = (1.0, 0.95)
 _SPLIT_UNITS = 128
 """For how many units options are also tried that send least in such shares of the budget."""
-_FRACTIONS_S, _WHOLE_S = 10.0, 1.0
+_FRACTIONS_S, _WHOLE_S = 10.0, 0.5
 """What the solver may take; the second seldom finds what the first, rounded, is not near to."""
 
 
@@ -71,42 +70,53 @@ def make_plan(
         ConfigError: There is none; with the least that is needed.
     """
     allowed = replace(allowed, barrier=allowed.barrier or barrier)
-    footprints = Footprints(profile)
-    options = all_options(profile, allowed, footprints)
-    choosing = Choosing(profile, options, footprints, allowed)
-    refuse(profile, budget, choosing, footprints)
-    relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
-    problem = relaxation.problem(budget)
-    candidates = Candidates(profile, budget, allowed, choosing)
-    with Solver() as solver, ThreadPoolExecutor(1) as aside:
-        solving = aside.submit(_solve, problem, solver)
+    # They need half a second to start, each with a core of its own if there are two.
+    with Solver() as quick, Solver() as thorough, ThreadPoolExecutor(1) as aside:
+        footprints = Footprints(profile)
+        options = all_options(profile, allowed, footprints)
+        choosing = Choosing(profile, options, footprints, allowed)
+        refuse(profile, budget, choosing, footprints)
+        candidates = Candidates(profile, budget, allowed, choosing)
+        relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
+        problem = relaxation.problem(budget)
+        arrays = _arrays(problem)
+        solving = aside.submit(thorough.solve, arrays, whole=True, limit_s=_WHOLE_S)
         candidates.try_presets()
         candidates.try_choices("greedy", choosing.fitting(choosing.fastest(), budget))
         greedy_s = candidates.best_s
-        found = solving.result()
-        split = Split(profile, choosing) if len(options) <= _SPLIT_UNITS else None
-        for share in _SHARES if split is not None else ():
-            chosen = split.least_traffic(round(share * budget), solver)
-            if chosen is not None:
-                candidates.try_choices("least traffic", chosen)
-    for name, solution in found:
-        if solution.x is not None:
-            chosen = choosing.fitting(relaxation.chosen(solution.x), budget)
-            candidates.try_choices(name, chosen, relaxation, solution.x)
+        fractions = quick.solve(arrays, whole=False, limit_s=_FRACTIONS_S)
+        for chosen in _least_traffic(profile, choosing, budget, quick):
+            candidates.try_choices("least traffic", chosen)
+        for name, found in (("fractions", fractions), ("whole", solving.result())):
+            if found is not None and found.x is not None:
+                chosen = choosing.fitting(relaxation.chosen(found.x), budget)
+                candidates.try_choices(name, chosen, relaxation, found.x)
     improve(candidates)
-    bound_s = problem.base_s - problem.slack_s + max(s.bound for _, s in found) if found else 0.0
-    prices = next((s.prices for name, s in found if name == "fractions"), np.zeros(0))
+    bounds = [found.bound for found in (fractions, solving.result()) if found is not None]
     best = candidates.best
     return Planned(
         plan=best.plan,
         step_s=best.step_s,
         peak_bytes=footprints.peak(best.plan),
         budget=budget,
-        bound_s=max(bound_s, profile.compute_s),
+        bound_s=max([profile.compute_s, *(problem.base_s - problem.slack_s + b for b in bounds)]),
         greedy_s=greedy_s,
-        prices=_by_slot(relaxation, problem, prices, budget),
+        prices=_by_slot(relaxation, problem, fractions, budget),
         how=best.name,
     )
+
+
+def _least_traffic(
+    profile: Profile, choosing: Choosing, budget: int, solver: Solver
+) -> Iterator[list[Option]]:
+    """Yield options that send least, with more and less room left for messages ahead of time."""
+    if len(choosing.options) > _SPLIT_UNITS:
+        return
+    split = Split(profile, choosing)
+    for share in _SHARES:
+        chosen = split.least_traffic(round(share * budget), solver)
+        if chosen is not None:
+            yield chosen
 
 
 def _groups(profile: Profile, options: Sequence[tuple[Option, ...]]) -> list[range]:
@@ -120,9 +130,9 @@ def _groups(profile: Profile, options: Sequence[tuple[Option, ...]]) -> list[ran
     return group_units(shares, _GROUPS)
 
 
-def _solve(problem: Problem, solver: Solver) -> list[tuple[str, Solution]]:
+def _arrays(problem: Problem) -> Arrays:
     rows = problem.rows
-    arrays = {
+    return {
         "cost": problem.cost,
         "upper": problem.upper,
         "whole": problem.whole,
@@ -133,20 +143,15 @@ def _solve(problem: Problem, solver: Solver) -> list[tuple[str, Solution]]:
         "upper_rows": np.array(rows.upper),
         "gap": np.array([_GAP]),
     }
-    tried = [
-        ("fractions", solver.solve(arrays, whole=False, limit_s=_FRACTIONS_S)),
-        ("whole", solver.solve(arrays, whole=True, limit_s=_WHOLE_S)),
-    ]
-    return [(name, solution) for name, solution in tried if solution is not None]
 
 
 def _by_slot(
-    relaxation: Relaxation, problem: Problem, prices: NDArray[np.float64], budget: int
+    relaxation: Relaxation, problem: Problem, found: Solution | None, budget: int
 ) -> tuple[float, ...]:
     """Return the price of a byte in each slot; of a group's, where most is kept."""
-    if not prices.size:
-        return ()
     by_slot = [0.0] * relaxation.num_slots
+    if found is None:
+        return tuple(by_slot)
     for interval, row in enumerate(problem.memory_rows):
-        by_slot[relaxation.fullest_slot(interval)] = float(prices[row]) / budget
+        by_slot[relaxation.fullest_slot(interval)] = float(found.prices[row]) / budget
     return tuple(by_slot)

@@ -10,7 +10,7 @@ from stretto.plan.options import Option
 from stretto.plan.timing import Timed, time_plan
 from stretto.plan.value import Plan, What
 
-_EFFORT = 8000
+_EFFORT = 5000
 """Messages that may be looked at: fewer changes are tried of a model with many units."""
 _FAR = 12
 """Places by which a message may be moved at once."""
@@ -86,14 +86,13 @@ class _Search:
                 now = self._candidates.best
                 if any(now.chosen[u] == o for u, o in zip(units, changed, strict=True)):
                     continue
-                if not self._spend(now.plan):
-                    return
                 chosen = list(now.chosen)
                 for unit, option in zip(units, changed, strict=True):
                     chosen[unit] = option
-                if self._may_be_faster(chosen):
-                    for reach in (now.reach, *_NARROW):
-                        self._attempt(now, tuple(chosen), reach)
+                for reach in (now.reach, *_NARROW) if self._may_be_faster(chosen) else ():
+                    if not self._spend(now.plan):
+                        return
+                    self._attempt(now, tuple(chosen), reach)
 
     def _may_be_faster(self, chosen: list[Option]) -> bool:
         """Say whether the link has time enough for all messages in a shorter step."""

@@ -7,6 +7,7 @@ carried out (`stretto.strategy.sharded`). It is equal on all ranks, and holds no
 import hashlib
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,7 @@ class Plan(Saved):
     """Up to which neighbours were joined to units, if that is known: who runs it joins as many."""
     schema_version: int = SCHEMA
 
-    @property
+    @cached_property
     def slots(self) -> Slots:
         """The plan's cycle."""
         return Slots(len(self.units))

@@ -20,7 +20,7 @@ from stretto.optim import make_optimizer
 from stretto.plan.units import called_modules, find_units
 from stretto.run import RunConfig
 from stretto.strategy import build_strategy
-from stretto.strategy.sharded.config import ShardedConfig
+from stretto.strategy.sharded.config import ShardedConfig, unit_bytes
 from stretto.train.precision import HALF
 
 ALONE = "no communication"
@@ -176,7 +176,7 @@ def _fsdp2(stage: Stage) -> Mapping[str, Callable[[], Contender]]:
 
         def make() -> Contender:
             model = copy.deepcopy(stage.model)
-            return Plain(stage, shard_fully(model, fsdp2_groups(model, like.unit), settings))
+            return Plain(stage, shard_fully(model, fsdp2_groups(model, unit_bytes(like)), settings))
 
         return make
 
