@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -55,6 +55,53 @@ def step(
 
 
 @bench.command
+def plans(
+    profile: Path,
+    /,
+    *overrides: str,
+    run: Path | None = None,
+    runs: int = 5,
+    device: str = "cpu",
+    json_: bool = False,
+) -> int:
+    """Plans for three budgets beside presets and FSDP2: seconds, bytes, and what was promised.
+
+    Example: stretto lab --hosts 4 --rate 800mbit -- stretto bench plans profile.json
+
+    Parameters
+    ----------
+    profile
+        Made by stretto profile, of the same run on as many ranks.
+    overrides
+        Settings of the run that is timed, as table.key=value.
+    run
+        A run file; a GPT of about 25 MB when left out.
+    runs
+        Interleaved repetitions; the median counts.
+    device
+        cpu (Gloo) or cuda (NCCL).
+    json_
+        One object a line on standard output.
+    """
+    from stretto.config import load
+    from stretto.recipes import load_run
+    from stretto.recipes.benchmarks import gpt_25mb
+    from stretto.run import RunConfig
+    from stretto.study.plans import as_rows, bench_plans
+
+    world = _world("plans", runs)
+    if run is not None:
+        config = load_run(run, overrides).config
+    else:
+        config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
+    say = _say if world.rank == 0 else lambda _: None
+    seen = bench_plans(config, world, profile, runs=runs, device=device, say=say)
+    if world.rank == 0:
+        _print_seen(as_rows(seen), as_json=json_)
+    return 0
+
+
+@bench.command
 def collectives(
     *,
     wanted: Annotated[Wanted, Parameter(name="*")] = Wanted(),  # noqa: B008 - frozen
@@ -83,6 +130,22 @@ def collectives(
     if world.rank == 0:
         _print(rows, as_json=json_)
     return 0
+
+
+def _print_seen(rows: "list[dict[str, Any]]", *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    print(f"{'':<24}{'a step':>10}{'spread':>8}{'told':>10}{'lived':>12}{'told':>12}{'budget':>12}")
+    for row in rows:
+        told = _seconds(row["told_s"]) if row["told_s"] else ""
+        budget = _bytes(row["budget"]) if row["budget"] else ""
+        promised = _bytes(row["told_bytes"]) if row["told_bytes"] else ""
+        print(
+            f"{row['name']:<24}{_seconds(row['step_s']):>10}{row['spread']:>8.1%}{told:>10}"
+            f"{_bytes(row['live_bytes']):>12}{promised:>12}{budget:>12}"
+        )
 
 
 def _world(what: str, runs: int) -> "World":

@@ -17,9 +17,11 @@ from stretto.measure.ddp import BUCKET_CAPS_MB, Peers
 from stretto.measure.interleave import Contender
 from stretto.model import per_sample_loss
 from stretto.optim import make_optimizer
+from stretto.plan.building import with_barrier
 from stretto.plan.units import called_modules, find_units
+from stretto.plan.value import Plan
 from stretto.run import RunConfig
-from stretto.strategy import build_strategy
+from stretto.strategy import AnyStrategyConfig, Sharded, build_strategy
 from stretto.strategy.sharded.config import ShardedConfig, unit_bytes
 from stretto.train.precision import HALF
 
@@ -74,15 +76,30 @@ class Plain:
 class Ours:
     """The same step with a strategy's moments in place, as the training loop has them."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        strategy: AnyStrategyConfig | None = None,
+        *,
+        barrier: bool = False,
+    ) -> None:
         self._stage = stage
         own = copy.deepcopy(stage.model)
         with torch.no_grad():
             calls = called_modules(own, lambda: stage.loss(own))
-        self._strategy = build_strategy(stage.config.strategy, stage.channel, calls=calls)
+        config = strategy or stage.config.strategy
+        self._strategy = build_strategy(config, stage.channel, calls=calls)
+        self._strategy.reads_gradients = barrier
         making = make_optimizer(stage.config.optim, own)
         self._model, self._optimizer = self._strategy.attach(own, making)
         self._step = 0
+
+    @property
+    def plan(self) -> Plan:
+        """What a sharded strategy does, with its barrier."""
+        assert isinstance(self._strategy, Sharded)
+        plan = self._strategy.plan
+        return with_barrier(plan) if self._strategy.reads_gradients else plan
 
     def __call__(self) -> None:
         """Take a step."""
@@ -136,7 +153,7 @@ def contenders(
 ) -> dict[str, Callable[[], Contender]]:
     """Return what builds each contender, by name; ours is called as its strategy is."""
     makes: dict[str, Callable[[], Contender]] = {
-        ALONE: lambda: Plain(stage, _alone(stage)),
+        ALONE: lambda: Plain(stage, alone(stage)),
         stage.config.strategy.kind: lambda: Ours(stage),
     }
     if DDP in wanted:
@@ -146,7 +163,7 @@ def contenders(
     return makes
 
 
-def _alone(stage: Stage) -> nn.Module:
+def alone(stage: Stage) -> nn.Module:
     """Return a model that computes in the type that ours does."""
     strategy, model = stage.config.strategy, copy.deepcopy(stage.model)
     half = WIRE[strategy.parameters] if isinstance(strategy, ShardedConfig) else None

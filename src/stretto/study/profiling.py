@@ -37,7 +37,7 @@ from stretto.strategy.sharded.storage import Types
 from stretto.study.blocks import Blocks, Kind, lanes_of
 from stretto.study.calibrate import of_rank_0
 from stretto.study.contenders import Stage
-from stretto.study.step import _fixed_batch
+from stretto.study.step import fixed_batch
 from stretto.telemetry.aside import write_aside
 from stretto.train.precision import HALF
 
@@ -150,7 +150,7 @@ def _subject(config: RunConfig, world: World, cluster: Cluster | None) -> _Subje
     compute = WIRE[sharded.parameters] or own
     kept = own if own.itemsize >= 4 else torch.float32
     types = Types(compute, WIRE[sharded.wire] or compute, kept)
-    inputs, targets = _fixed_batch(config, world)
+    inputs, targets = fixed_batch(config, world)
     pieces = config.train.piece_sizes(len(inputs), world.size)
     batch = inputs[: max(pieces)].clone(), targets[: max(pieces)].clone()
     # Not what a file says that may be the one to be made.

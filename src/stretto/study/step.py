@@ -47,7 +47,7 @@ def bench_step(
     torch.set_num_threads(config.run.threads or world.threads)
     channel = connect(world, config.run.timeout_s, device=device)
     model = build_model(config.model, config.run.seed).to(device)
-    inputs, targets = _fixed_batch(config, world)
+    inputs, targets = fixed_batch(config, world)
     stage = Stage(config, channel, model, (inputs.to(device), targets.to(device)), device)
     for line in absent_peers(config):
         say(line)
@@ -150,7 +150,7 @@ def _summed_bytes(word: str, model: nn.Module) -> float | None:
     return sum(p.numel() * (wire.dtype or p.dtype).itemsize for p in model.parameters())
 
 
-def _fixed_batch(config: RunConfig, world: World) -> tuple[Tensor, Tensor]:
+def fixed_batch(config: RunConfig, world: World) -> tuple[Tensor, Tensor]:
     """Return one rank's share of a batch, made up: what is timed is not the input pipeline."""
     per_rank = max(1, config.train.batch // world.size)
     if isinstance(config.model, GPTConfig):
