@@ -22,19 +22,33 @@ from stretto.errors import ConfigError, StrettoError
 from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded
 from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
 from stretto.optim.configs import RateConfig
+from stretto.plan.profile import Profile
 from stretto.plan.units import called_modules
 from stretto.strategy import (
     AllReduceConfig,
+    AnyStrategyConfig,
+    Sharded,
+    ShardedConfig,
     StrategyConfig,
     build_strategy,
     check_strategy,
     chosen_settings,
 )
+from stretto.strategy.sharded.config import unit_bytes
+from stretto.telemetry.aside import write_aside
 from stretto.telemetry.events import Event
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers
 from stretto.train.config import TrainConfig
 from stretto.train.early_stop import Watch
+from stretto.train.estimated import (
+    Ingredients,
+    check_estimable,
+    estimate_at_start,
+    largest_piece,
+    needs_estimate,
+    own_type,
+)
 from stretto.train.finetune import InitConfig
 from stretto.train.parts import Parts, count_epoch_steps, count_steps
 from stretto.train.precision import loss_scale
@@ -121,6 +135,8 @@ def prepare(config: RunConfig) -> Prepared:
     model = build_model(config.model, config.run.seed)
     calls = called_modules(model, lambda: _check_fit(config, model, source))
     check_strategy(config.strategy, model, calls)
+    if isinstance(config.strategy, ShardedConfig):
+        check_estimable(config.strategy)
     return Prepared(source, open_source(config.data, train=False), model, calls)
 
 
@@ -176,10 +192,15 @@ def assemble(
     """Put together everything the loop needs; all ranks call this together."""
     config = loaded.config
     recorder = Recorder(world.rank)
-    strategy = build_strategy(config.strategy, channel, recorder, calls=prepared.calls)
+    chosen, profile = _with_estimate(config, prepared, channel)
+    strategy = build_strategy(chosen, channel, recorder, calls=prepared.calls, profile=profile)
+    strategy.reads_gradients = config.train.reads_gradients  # a plan that is made now goes by it
     derived = derived_for(config, prepared.source.num_samples)
     making = make_optimizer(config.optim, prepared.model, peak_lr=derived.lr)
     model, optimizer = strategy.attach(prepared.model, making)
+    if isinstance(strategy, Sharded) and isinstance(chosen, ShardedConfig) and world.rank == 0:
+        plan = strategy.plan.replace(unit_bytes=unit_bytes(chosen))
+        write_aside(config.run_dir / "plan.json", plan.to_json() + "\n")
     return Parts(
         config=config.train,
         seed=config.run.seed,
@@ -199,6 +220,29 @@ def assemble(
         watch=Watch(config.train.early_stop),
         scale=loss_scale(config.train.precision, config.train.loss_scale),
     )
+
+
+def _with_estimate(
+    config: RunConfig, prepared: Prepared, channel: Channel
+) -> tuple[AnyStrategyConfig, Profile | None]:
+    """Return the strategy and, where a plan needs one and no file has it, a profile for it.
+
+    Units are then of the size for which it was estimated, on all ranks.
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, ShardedConfig) or not needs_estimate(strategy):
+        return strategy, None
+    ingredients = Ingredients(
+        model=prepared.model,
+        own=own_type(prepared.model),
+        batch=largest_piece(config.train, prepared.source, channel.size),
+        strategy=strategy,
+        optim=config.optim,
+        precision=config.train.precision,
+        calls=prepared.calls,
+    )
+    profile = estimate_at_start(ingredients, channel)
+    return strategy.model_copy(update={"unit": profile.unit_bytes}), profile
 
 
 def derived_for(config: RunConfig, num_samples: int) -> Derived:

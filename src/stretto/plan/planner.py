@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stretto.plan.candidates import Candidates
+from stretto.plan.candidates import Candidates, is_sound
 from stretto.plan.choosing import Choosing
 from stretto.plan.footprint import Footprints
 from stretto.plan.groups import group_units
@@ -23,6 +23,7 @@ from stretto.plan.profile import Profile
 from stretto.plan.relaxed import Problem, Relaxation
 from stretto.plan.search import improve
 from stretto.plan.solving import Arrays, Solution, Solver
+from stretto.plan.trimming import trimmed
 from stretto.plan.value import Plan
 
 _GROUPS = 40
@@ -94,8 +95,11 @@ def make_plan(
     improve(candidates)
     bounds = [found.bound for found in (fractions, solving.result()) if found is not None]
     best = candidates.best
+    narrow = trimmed(best.plan, profile)
+    if is_sound(narrow) and candidates.step_s(narrow) <= best.step_s * (1 + 1e-9):
+        best = best._replace(plan=narrow)
     return Planned(
-        plan=best.plan,
+        plan=best.plan.replace(unit_bytes=profile.unit_bytes),
         step_s=best.step_s,
         peak_bytes=footprints.peak(best.plan),
         budget=budget,

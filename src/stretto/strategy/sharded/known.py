@@ -1,6 +1,6 @@
 """What is known of a run before its model is cut up, and the plan that is made of it then."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,25 +44,39 @@ def plan_at_start(
         ConfigError: On all ranks, if there is none.
     """
     shapes = [unit.shape for unit in units]
+
+    def make() -> str:
+        profile = _profile(config, known)
+        check_same_units(profile, shapes, config.profile or "the estimate")
+        link = profile.link.model_copy(update=_ranks_of(channel))
+        profile = profile.model_copy(update={"link": link})
+        allowed = Allowed(
+            checkpoint=config.checkpoint, barrier=known.barrier, whole_layers=whole_layers
+        )
+        return make_plan(profile, config.memory or 0, allowed).plan.to_json()
+
+    told = told_by_rank_0(make, channel)
+    plan = fitting(Plan.model_validate_json(told), shapes, "the plan made at the start")
+    check(plan)
+    return plan
+
+
+def told_by_rank_0(make: Callable[[], str], channel: Channel) -> str:
+    """Return the text that rank 0 makes, on every rank; all ranks together.
+
+    Raises:
+        ConfigError: On all ranks, in the words of the one that rank 0 met.
+    """
     text = ""
     if channel.rank == 0:
         try:
-            profile = _profile(config, known)
-            check_same_units(profile, shapes, config.profile or "the estimate")
-            link = profile.link.model_copy(update=_ranks_of(channel))
-            profile = profile.model_copy(update={"link": link})
-            allowed = Allowed(
-                checkpoint=config.checkpoint, barrier=known.barrier, whole_layers=whole_layers
-            )
-            text = make_plan(profile, config.memory or 0, allowed).plan.to_json()
+            text = make()
         except ConfigError as wrong:
             text = f"{_WRONG}{wrong}"
     told = gather_text(text, channel)[0]
     if told.startswith(_WRONG):
         raise ConfigError(told.removeprefix(_WRONG))
-    plan = fitting(Plan.model_validate_json(told), shapes, "the plan made at the start")
-    check(plan)
-    return plan
+    return told
 
 
 def _profile(config: ShardedConfig, known: Known) -> Profile:

@@ -1,0 +1,89 @@
+"""From a profile of two real ranks to a plan, and from there to training, in every way there is."""
+
+import subprocess
+import sys
+
+import pytest
+
+from stretto.cli.main import main
+from stretto.plan.footprint import Footprints
+from stretto.plan.profile import read_profile
+from stretto.plan.value import read_plan
+from tests.multi.small_run import RUN, last_tensors, same, stretto
+
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+SHARDED = RUN.replace('fusion = "2KB"\nalgorithm = "native, ring from 1KB"', 'kind = "sharded"')
+MEMORY = "5MB"
+
+
+def on_two(folder, *words):
+    """Run a verb on two ranks; return how it ended."""
+    return subprocess.run(
+        [*TORCHRUN, "stretto", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with a profile that two ranks measured, and a plan made of it."""
+    made = tmp_path_factory.mktemp("planned")
+    (made / "run.toml").write_text(SHARDED)
+    done = on_two(made, "profile", "run.toml", "strategy.unit=1KB", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+    assert _plan(made) == 0
+    return made
+
+
+def _plan(folder):
+    where = ["--profile", str(folder / "profile.json"), "--out", str(folder / "plan.json")]
+    return main(["plan", str(folder / "run.toml"), *where, "--memory", MEMORY])
+
+
+def trained(folder, name, *words):
+    """Train on two ranks; return the plan that the run kept."""
+    done = on_two(folder, "train", "run.toml", f"run.name={name}", *words)
+    assert done.returncode == 0, done.stderr
+    return read_plan(folder / "runs" / name / "plan.json")
+
+
+def test_a_plan_that_was_made_of_a_profile_is_the_one_that_is_run(folder):
+    made = read_plan(folder / "plan.json")
+    assert made.unit_bytes == 1000
+    assert len(made.units) > 2
+    assert trained(folder, "by-plan", "strategy.plan=plan.json") == made
+
+
+def test_a_plan_is_made_of_a_profile_when_the_run_starts(folder):
+    words = [f"strategy.memory={MEMORY}", "strategy.profile=profile.json"]
+    kept = trained(folder, "by-profile", *words)
+    profile = read_profile(folder / "profile.json")
+    assert [unit.name for unit in kept.units] == [unit.name for unit in profile.units]
+    assert Footprints(profile).peak(kept) <= 5_000_000
+
+
+def test_a_plan_is_made_of_an_estimate_when_the_run_starts_and_its_file_repeats_the_run(folder):
+    words = [f"strategy.memory={MEMORY}", "strategy.cluster=box 400mbit", "strategy.unit=1KB"]
+    kept = trained(folder, "by-estimate", *words)
+    assert len(kept.units) > 2
+    path = "strategy.plan=runs/by-estimate/plan.json"
+    assert trained(folder, "again", path) == kept
+    assert same(last_tensors(folder, "by-estimate"), last_tensors(folder, "again"))
+
+
+@pytest.mark.parametrize("known", ["strategy.profile=profile.json", "strategy.cluster=box 400mbit"])
+def test_too_little_memory_ends_the_run_with_the_least_that_would_do(known, folder):
+    words = ["--workers", "2", "run.name=little", "strategy.memory=20KB", known]
+    done = stretto(folder, "train", "run.toml", *words)
+    assert done.returncode == 2
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("stretto: no plan fits into 20 KB: the smallest needs ")
+    assert "Traceback" not in done.stderr
+    assert all("failed" in line for line in rest), "the launcher names the rank, and no more"
+    assert not (folder / "runs" / "little" / "plan.json").exists()
