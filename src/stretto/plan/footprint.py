@@ -62,9 +62,18 @@ class Footprints:
             self._known[key] = holding(unit, layout, self._profile.widths, 0, barrier)
         return self._known[key]
 
+    def _arriving(self, plan: Plan) -> int:
+        """Return the room for what arrives, with the largest messages under way on all lanes."""
+        link = self._profile.link
+        if not link.copies or link.ranks == 1:
+            return 0
+        width = max(self._profile.gradient_bytes, self._profile.parameter_bytes)
+        chunks = sorted(-(-b // link.ranks) for unit in plan.units for b in unit.blocks)
+        return width * sum(chunks[-link.lanes :])
+
     def activations(self, plan: Plan) -> list[int]:
         """Return the bytes of each slot that are no states: what forward keeps, and workspace."""
-        slots, kept = plan.slots, self._profile.other_bytes
+        slots, kept = plan.slots, self._profile.other_bytes + self._arriving(plan)
         curve = [kept] * slots.count
         for index, (unit, cost) in enumerate(zip(plan.units, self._profile.units, strict=True)):
             kept += cost.input_bytes if unit.checkpoint else cost.activation_bytes

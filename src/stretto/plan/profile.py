@@ -53,6 +53,8 @@ class Link(Value):
     """Of each rank's bytes, as many leaving as arriving; of each host's, where it has several."""
     lanes: int = Field(default=1, ge=1)
     """Messages that travel beside each other; they share the rate."""
+    copies: bool = False
+    """Whether what arrives on a lane needs room until it is added up: that of one rank's chunk."""
     hosts: int = Field(default=1, ge=1)
     """On which the ranks are, as many on each; what follows is for several ranks on several."""
     inner_latency_s: float = Field(default=0.0, ge=0)

@@ -27,6 +27,7 @@ from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.blocks import Blocks, Kind
 from stretto.study.calibrate import of_rank_0
 from stretto.study.contenders import Stage
+from stretto.study.rehearsal import fitted, rehearse
 from stretto.study.step import fixed_batch
 from stretto.telemetry.aside import write_aside
 from stretto.train.estimated import (
@@ -158,9 +159,9 @@ def _measured(
     say("steps beside messages, and the update")
     slowdown = _slowdown(sample, units, channel, kind, asked.repeats)
     update_s = measure_update(_optimizer(config, units, types.kept), asked.repeats)
-    return Profile(
+    found = Profile(
         units=tuple(costs),
-        link=link,
+        link=link.model_copy(update={"copies": asked.device == "cpu"}),
         slowdown=slowdown,
         update_s=largest(update_s, channel),
         other_bytes=other_bytes(model, batch),
@@ -168,6 +169,11 @@ def _measured(
         unit_bytes=unit_bytes,
         **widths_of(ingredients),
     )
+    if cluster is not None or channel.size == 1:
+        return found
+    whole = build_model(config.model, config.run.seed).to(asked.device)
+    stage = replace(stage, model=whole)
+    return fitted(found, rehearse(stage, found, strategy, asked.repeats, say))
 
 
 def _told(asked: Asked) -> str:

@@ -136,7 +136,7 @@ def estimate_profile(run: Ingredients, cluster: Cluster, device: str, called: st
     moved = 3 * widths["kept_bytes"] + 2 * widths["state_bytes"]
     return Profile(
         units=tuple(costs),
-        link=link,
+        link=link.model_copy(update={"copies": device == "cpu"}),
         update_s=moved * sum(cost.numel for cost in costs) / rates.bytes_per_s,
         other_bytes=other_bytes(kept, batch),
         source=f"estimated at the rates of {device}, link of {called}",
