@@ -97,7 +97,13 @@ def run_pair(seed: int, channel: Channel) -> dict[str, object]:
     before = torch.cuda.memory_allocated()
     try:
         most = _train(
-            own.cuda(), loss, ShardedConfig(memory=budget), profile, calls, barrier, channel
+            own.cuda(),
+            loss,
+            ShardedConfig(memory=budget, unit=400_000),
+            profile,
+            calls,
+            barrier,
+            channel,
         )
     except torch.cuda.OutOfMemoryError as wrong:
         return {"wrong": str(wrong).splitlines()[0], "budget": budget}

@@ -49,7 +49,7 @@ class Clock:
         self._dues: list[list[int]] = [[] for _ in range(self._slots.count)]
         for index, message in enumerate(plan.messages):
             self._dues[message.due].append(index)
-        self._link = Lanes(profile.link.lanes)
+        self._link = Lanes(profile.link.lanes, profile.link.lane_share)
         self._now_s, self._cycle, self._moment = 0.0, -1, 0
         self._unmet = [0] * len(plan.messages)
         """Of each message, how many stand in line or are under way."""
@@ -159,10 +159,13 @@ def _made_by(plan: Plan, message: Message, reductions: dict[int, list[int]]) -> 
 
 
 class Lanes:
-    """A link whose lanes each take one message after another, and share its rate evenly."""
+    """A link whose lanes each take one message after another, and share its rate evenly.
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    One lane alone reaches ``most`` of it.
+    """
+
+    def __init__(self, count: int, most: float = 1.0) -> None:
+        self.count, self._most = count, most
         self._queues: list[deque[list[float]]] = [deque() for _ in range(count)]
 
     def put(self, lane: int, index: int, duration_s: float) -> None:
@@ -176,18 +179,22 @@ class Lanes:
     def left_s(self) -> float:
         """Return in how long the next message ends, if nothing is put before."""
         heads = [queue[0][1] for queue in self._queues if queue]
-        return min(heads) * len(heads) if heads else math.inf
+        return min(heads) / self._pace(len(heads)) if heads else math.inf
+
+    def _pace(self, busy: int) -> float:
+        """Return which share of the rate each of the busy lanes has."""
+        return min(1 / busy, self._most)
 
     def work(self, for_s: float) -> None:
         """Carry on for less than that."""
         busy = [queue for queue in self._queues if queue]
         for queue in busy:
-            queue[0][1] -= for_s / len(busy)
+            queue[0][1] -= for_s * self._pace(len(busy))
 
     def end_next(self) -> list[int]:
         """Carry on to the end of the next message; return what ends then."""
         busy = [queue for queue in self._queues if queue]
         least_s = min(queue[0][1] for queue in busy)
         ending = [queue for queue in busy if queue[0][1] <= least_s + _SAME]
-        self.work(least_s * len(busy))
+        self.work(least_s / self._pace(len(busy)))
         return [int(queue.popleft()[0]) for queue in ending]

@@ -53,6 +53,8 @@ class Link(Value):
     """Of each rank's bytes, as many leaving as arriving; of each host's, where it has several."""
     lanes: int = Field(default=1, ge=1)
     """Messages that travel beside each other; they share the rate."""
+    lane_share: float = Field(default=1.0, gt=0, le=1)
+    """What of the rate one lane reaches where no other is busy."""
     copies: bool = False
     """Whether what arrives on a lane needs room until it is added up: that of one rank's chunk."""
     hosts: int = Field(default=1, ge=1)

@@ -1,5 +1,6 @@
 """Blocks of one size on a carriage of their own: the messages of a run, without a run."""
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from stretto.strategy.sharded.carriage import _COMMUNICATORS, _LANES, Carriage
 from stretto.strategy.sharded.config import AUTO
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.storage import Types, UnitStorage
+
+_SHARES = 5
+"""Times that one lane is timed against all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,26 @@ class Blocks:
             self._carry(begin)
         took_s = largest(time.perf_counter() - start_s, self._channel)
         return took_s / (len(kinds) * self._count)
+
+    def lane_share(self) -> float:
+        """Return what of the rate a gather reaches that has the link to itself."""
+        if self._count == 1:
+            return 1.0
+        shares = []
+        for _ in range(_SHARES):
+            meet_all(self._channel)
+            all_s = self._timed_s(range(self._count)) / self._count
+            meet_all(self._channel)
+            shares.append(all_s / self._timed_s(range(1)))
+        return min(1.0, statistics.median(shares))
+
+    def _timed_s(self, units: range) -> float:
+        start_s = time.perf_counter()
+        self._begun = [self._carriage.gather(unit, 0) for unit in units]
+        self.wait()
+        if self._kind.device == "cuda":
+            torch.cuda.synchronize()
+        return largest(time.perf_counter() - start_s, self._channel)
 
     def _carry(self, begin: Callable[[int, int], Pending]) -> None:
         self._begun = [begin(unit, 0) for unit in range(self._count)]

@@ -42,6 +42,8 @@ from stretto.train.estimated import (
 
 _LR = 1e-3
 """Any: what an update takes does not depend on it."""
+_LARGE_BYTES = 16_000_000
+"""Of the blocks that tell what one lane reaches alone."""
 _BUSY_BYTES = 2_000_000
 """Of the blocks that keep the link busy beside steps: about those of a run."""
 
@@ -222,7 +224,12 @@ def measured_link(channel: Channel, kind: Kind, repeats: int, say: Callable[[str
         say("the same inside hosts")
         inside = _line(channel, replace(kind, in_host=True), repeats, say)
     lanes = lanes_in(channel.mesh, kind.device, kind.algorithm)
-    return link_of(channel.mesh, across, inside, lanes=lanes)
+    link = link_of(channel.mesh, across, inside, lanes=lanes)
+    large = Blocks(channel, kind, _LARGE_BYTES)
+    try:
+        return link.model_copy(update={"lane_share": large.lane_share()})
+    finally:
+        large.close()
 
 
 def _line(channel: Channel, kind: Kind, repeats: int, say: Callable[[str], None]) -> Line:
