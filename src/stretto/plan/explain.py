@@ -63,7 +63,11 @@ def _memory(planned: Planned, plan: Plan, slot: int) -> str:
     where = plan.slots.name(slot)
     if worth < 1e-3:
         return f"memory is not short (most is kept in {where}): more of it would save nothing"
-    return f"memory is short in {where}: one more GiB would save about {worth:.1f} ms a step"
+    more = planned.budget / 100
+    return (
+        f"memory is short in {where}: 1 % more ({format_bytes(more)}) would save about "
+        f"{format_s(worth * more / GIB / 1e3)} a step, {worth:.3g} ms a GiB"
+    )
 
 
 class _Telling:
@@ -117,7 +121,7 @@ class _Telling:
                 "link"
             )
         _, kept = self._against(index, Sharding.ZERO2)
+        more = "no more" if kept == format_bytes(0) else f"{kept} more"
         return (
-            f"stays whole: {kept} more than zero2 in {self._where}, and it can be gathered at any "
-            "time"
+            f"stays whole: {more} than zero2 in {self._where}, and it can be gathered at any time"
         )

@@ -28,9 +28,10 @@ from stretto.plan.value import Plan
 
 _GROUPS = 40
 _GAP = 1e-3
-_SHARES = (1.0, 0.95)
+_SHARES = (1.0, 0.85, 0.6)
 _SPLIT_UNITS = 128
-"""For how many units options are also tried that send least in such shares of the budget."""
+"""For how many units options are also tried that send least in such shares of what a budget has
+more than the least that will do."""
 _FRACTIONS_S, _WHOLE_S = 10.0, 0.5
 """What the solver may take; the second seldom finds what the first, rounded, is not near to."""
 
@@ -117,8 +118,9 @@ def _least_traffic(
     if len(choosing.options) > _SPLIT_UNITS:
         return
     split = Split(profile, choosing)
+    least = split.least_bytes
     for share in _SHARES:
-        chosen = split.least_traffic(round(share * budget), solver)
+        chosen = split.least_traffic(round(least + share * (budget - least)), solver)
         if chosen is not None:
             yield chosen
 

@@ -15,12 +15,12 @@ from stretto.comm.shards import ALIGN, lay_unit
 from stretto.comm.small import meet_all
 from stretto.measure.interleave import largest
 from stretto.measure.slowdown import Traffic
-from stretto.plan.linking import is_nested
 from stretto.plan.value import Sharding, Unit
-from stretto.strategy.sharded.carriage import _COMMUNICATORS, _LANES, Carriage
+from stretto.strategy.sharded.carriage import Carriage
 from stretto.strategy.sharded.config import AUTO
 from stretto.strategy.sharded.ledger import Ledger
 from stretto.strategy.sharded.storage import Types, UnitStorage
+from stretto.train.estimated import lanes_in
 
 _SHARES = 5
 """Times that one lane is timed against all."""
@@ -38,15 +38,8 @@ class Kind:
 
 
 def lanes_of(mesh: Mesh, kind: Kind) -> int:
-    """Return how many blocks travel beside each other in a run.
-
-    Where a block has phases, or an algorithm with lanes of its own, they follow each other.
-    """
-    if kind.algorithm != AUTO or kind.in_host:
-        return 1
-    if kind.device == "cuda":
-        return _COMMUNICATORS
-    return 1 if is_nested(mesh) else _LANES
+    """Return how many blocks travel beside each other in a run; in a host, one."""
+    return 1 if kind.in_host else lanes_in(mesh, kind.device, kind.algorithm)
 
 
 class Blocks:

@@ -20,7 +20,7 @@ from stretto.plan.linking import block_bytes, described, is_nested, link_from_cl
 from stretto.plan.profile import Link, Profile
 from stretto.plan.units import ModelUnit, find_units
 from stretto.sim.cluster import Cluster
-from stretto.strategy.sharded.carriage import _COMMUNICATORS, _LANES
+from stretto.strategy.sharded.carriage import COMMUNICATORS, LANES
 from stretto.strategy.sharded.config import AUTO, ShardedConfig
 from stretto.strategy.sharded.known import told_by_rank_0
 from stretto.strategy.sharded.storage import Types
@@ -82,8 +82,8 @@ def lanes_in(mesh: Mesh, device: str, algorithm: str) -> int:
     if algorithm != AUTO:
         return 1
     if device != "cpu":
-        return _COMMUNICATORS
-    return 1 if is_nested(mesh) else _LANES
+        return COMMUNICATORS
+    return 1 if is_nested(mesh) else LANES
 
 
 def rates_of(device: str) -> Rates:

@@ -101,12 +101,7 @@ def test_a_budget_that_is_too_small_has_no_plans():
     assert split_curve(SMALL, 1000, [500, 1000]) == []
 
 
-BEATEN = pytest.mark.xfail(
-    reason="the planner does not try the options of a hand-split: on this profile one is faster"
-)
-
-
-@pytest.mark.parametrize("name", ["gpt_80", pytest.param("vgg16_10", marks=BEATEN)])
+@pytest.mark.parametrize("name", ["gpt_80", "vgg16_10"])
 def test_planning_both_at_once_is_as_good_as_the_best_share_and_any_random_plan(name):
     profile = profiles()[name]
     budget = middle_of(profile)

@@ -144,9 +144,9 @@ def test_what_is_no_profile_is_refused_with_the_place(tmp_path, text, said):
 
 
 def test_a_profile_of_another_model_is_refused():
-    with pytest.raises(ConfigError, match="its unit 0 is a of 1000 elements, that of the plan"):
+    with pytest.raises(ConfigError, match="its unit 0 is a of 1000 elements, here it is in of 40"):
         time_plan(named_plan("zero2", SHAPES), profile_of(TWO))
-    with pytest.raises(ConfigError, match="its unit 1 is missing, that of the plan b of 2000"):
+    with pytest.raises(ConfigError, match="its unit 1 is missing, here it is b of 2000"):
         time_plan(named_plan("zero2", TWO), profile_of(TWO[:1]))
 
 

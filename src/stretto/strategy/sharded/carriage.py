@@ -23,10 +23,10 @@ from stretto.comm.small import add_up_, gather_text
 from stretto.strategy.sharded.config import AUTO
 from stretto.strategy.sharded.storage import UnitStorage
 
-_LANES = 3
+LANES = 3
 """Blocks that travel beside each other, whole: while one waits for a rank that is late, the bytes
 of another keep the link busy."""
-_COMMUNICATORS = 2
+COMMUNICATORS = 2
 """The same on a GPU, where each has connections and threads of its own."""
 _SPLIT = 1_500_000
 """From so many bytes on, a block is worth sending in two parts, where phases follow each other."""
@@ -44,7 +44,7 @@ class Carriage:
         on_gpu = units[0].flat.is_cuda and isinstance(channel, SharesNatively)
         self._natively = [on_gpu and algorithm == AUTO and not unit.in_host for unit in units]
         if any(self._natively):
-            channel.reserve(_COMMUNICATORS)
+            channel.reserve(COMMUNICATORS)
         self._errands = self._lay_out()
 
     def _lay_out(self) -> dict[tuple[int, int], tuple[Errand, Errand]]:
@@ -54,7 +54,7 @@ class Carriage:
             if self._natively[index]:
                 continue
             for block, gradient in enumerate(unit.gradients):
-                lane = len(places) % _LANES
+                lane = len(places) % LANES
                 places.append((index, block))
                 whole = unit.whole(block)
                 jobs.append((self._in_turn(self._reducing(unit, gradient), lane), gradient))
@@ -91,7 +91,7 @@ class Carriage:
     def lane(self, unit: int, block: int) -> int:
         """Return which of a GPU's messages beside each other a block's is."""
         native = self._natively[unit] and self._units[unit].sharding.is_split
-        return (unit + block) % _COMMUNICATORS if native else 0
+        return (unit + block) % COMMUNICATORS if native else 0
 
     def small_sum(self, numel: int) -> Callable[[Tensor], None]:
         """Return what overwrites a small float64 tensor with its sum; all ranks together.
