@@ -1,6 +1,7 @@
 """Choices that fit: whatever is too much for a budget is taken where it costs the link least."""
 
 from collections.abc import Sequence
+from itertools import combinations, product
 
 from stretto.plan.fitting import tight_plan
 from stretto.plan.footprint import Footprints
@@ -10,8 +11,8 @@ from stretto.plan.slots import Slots
 from stretto.plan.value import Plan, Sharding
 
 _STEPS = 400
-_FEW = 200
-"""Units, of more of which not every option is tried for every one."""
+_FEW, _HANDFUL = 100, 10
+"""Units, of more of which not every option is tried, or every two."""
 
 
 class Choosing:
@@ -45,19 +46,28 @@ class Choosing:
         """Return the options that need least, as far as changing one after another can tell."""
         frugal = [min(mine, key=lambda o: (o.held.always, o.kept_bytes)) for mine in self.options]
         starts = [frugal, self._lowered(self.fastest())]
-        return self._changed_singly(min(starts, key=self._peak))
+        return min((self._changed(start) for start in starts), key=self._peak)
 
     def _peak(self, chosen: Sequence[Option]) -> int:
         return self.footprints.peak(self.tightest(chosen))
 
-    def _changed_singly(self, chosen: list[Option]) -> list[Option]:
-        """Return options of which no single one could be changed for a smaller peak."""
+    def _changed(self, chosen: list[Option]) -> list[Option]:
+        """Return options of which no single one could be changed for a smaller peak.
+
+        Of a handful of units, no two together.
+        """
         best, least = chosen, self._peak(chosen)
-        for unit in range(len(chosen)) if len(chosen) <= _FEW else ():
-            for option in self.options[unit]:
-                tried = [*best[:unit], option, *best[unit + 1 :]]
-                if option is not best[unit] and (peak := self._peak(tried)) < least:
-                    best, least = tried, peak
+        counts = (1, 2) if len(chosen) <= _HANDFUL else (1,)
+        better = len(chosen) <= _FEW
+        while better:
+            better = False
+            for units in (u for count in counts for u in combinations(range(len(chosen)), count)):
+                for options in product(*(self.options[unit] for unit in units)):
+                    tried = list(best)
+                    for unit, option in zip(units, options, strict=True):
+                        tried[unit] = option
+                    if (peak := self._peak(tried)) < least:
+                        best, least, better = tried, peak, True
         return best
 
     def _lowered(self, chosen: list[Option]) -> list[Option]:

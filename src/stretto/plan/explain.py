@@ -11,6 +11,8 @@ from stretto.plan.value import Plan, Sharding, Unit
 from stretto.units import format_bytes, format_s
 
 GIB = 1 << 30
+_WORTH = 0.01
+"""Memory is short if all of it again would save more than such a share of a step."""
 HEADERS = ("unit", "bytes", "kept as", "blocks", "on the link", "why")
 
 
@@ -61,7 +63,7 @@ def _shortest(planned: Planned, curve: list[int]) -> int:
 def _memory(planned: Planned, plan: Plan, slot: int) -> str:
     worth = ms_per_gib(planned)
     where = plan.slots.name(slot)
-    if worth < 1e-3:
+    if worth / GIB / 1e3 * planned.budget < _WORTH * planned.step_s:
         return f"memory is not short (most is kept in {where}): more of it would save nothing"
     more = planned.budget / 100
     return (
@@ -96,12 +98,12 @@ class _Telling:
         choice = Choice(sharding, unit.checkpoint, unit.in_host and sharding.is_split)
         return option_of(self._profile, index, choice, self._footprints, barrier=barrier)
 
-    def _against(self, index: int, sharding: Sharding) -> tuple[str, str]:
-        """Return seconds of the link, and bytes where memory is short, by which another differs."""
+    def _against(self, index: int, sharding: Sharding) -> tuple[str, int]:
+        """Return seconds of the link, and bytes more where memory is short, that another takes."""
         mine = self._option(index, self._plan.units[index].sharding)
         other = self._option(index, sharding)
         kept, would = (kept_in(o, index, self._short, self._slots) for o in (mine, other))
-        return format_s(abs(other.channel_s - mine.channel_s)), format_bytes(abs(would - kept))
+        return format_s(abs(other.channel_s - mine.channel_s)), would - kept
 
     def _reason(self, index: int, unit: Unit) -> str:
         if unit.used_often and unit.sharding.is_freed:
@@ -110,18 +112,17 @@ class _Telling:
             again, freed = self._against(index, Sharding.ZERO2)
             return (
                 f"let go after forward: gathered again for {again} of the link, which frees "
-                f"{freed} in {self._where}"
+                f"{format_bytes(max(freed, 0))} in {self._where}"
             )
         if unit.sharding is Sharding.ZERO2:
             if index == self._slots.units - 1:
                 return "backward begins with it: letting it go would only mean to wait for it"
-            again, kept = self._against(index, Sharding.ZERO3)
+            again, less = self._against(index, Sharding.ZERO3)
             return (
-                f"kept until backward: {kept} in {self._where} are worth less than {again} of the "
-                "link"
+                f"kept until backward: {format_bytes(max(-less, 0))} in {self._where} are worth "
+                f"less than {again} of the link"
             )
-        _, kept = self._against(index, Sharding.ZERO2)
-        more = "no more" if kept == format_bytes(0) else f"{kept} more"
-        return (
-            f"stays whole: {more} than zero2 in {self._where}, and it can be gathered at any time"
-        )
+        _, less = self._against(index, Sharding.ZERO2)
+        more = f"{format_bytes(-less)} more than zero2" if less < 0 else "as little as zero2"
+        when = "and it can be gathered at any time" if unit.sharding.is_split else "in one message"
+        return f"stays whole: {more} in {self._where}, {when}"

@@ -1,7 +1,6 @@
 """What a model takes, unit by unit, and what a link takes: all that a plan's time depends on."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
@@ -125,7 +124,7 @@ class Profile(Saved):
         """Bytes of one element."""
         return Widths(self.parameter_bytes, self.gradient_bytes, self.kept_bytes, self.state_bytes)
 
-    @cached_property
+    @property
     def compute_s(self) -> float:
         """Forward and backward of all units."""
         return sum(unit.forward_s + unit.backward_s for unit in self.units)

@@ -93,7 +93,10 @@ def _read(stream: IO[bytes]) -> dict[str, NDArray[np.float64]] | None:
     head = stream.read(8)
     if len(head) < 8:
         return None
-    body = stream.read(struct.unpack("<q", head)[0])
+    size = struct.unpack("<q", head)[0]
+    body = stream.read(size)
+    if len(body) < size:  # ended while it answered
+        return None
     with np.load(io.BytesIO(body), allow_pickle=False) as packed:
         return dict(packed)
 

@@ -117,7 +117,9 @@ class Plan(Saved):
 
     def replace(self, **changes: Any) -> "Plan":  # noqa: ANN401 - any field
         """Return a plan that differs in ``changes``."""
-        return self.model_copy(update=changes)
+        changed = self.model_copy(update=changes)
+        changed.__dict__.pop("slots", None)  # worked out for the units it had
+        return changed
 
 
 def read_plan(path: Path) -> Plan:

@@ -1,0 +1,85 @@
+"""A profile that is made to tell what steps took: found again, or left where steps were quicker."""
+
+import pytest
+
+from stretto.plan.presets import Wish, named_plan
+from stretto.plan.profile import Link, Profile, UnitCost
+from stretto.plan.timing import time_plan
+from stretto.study.rehearsal import Rehearsed, fitted
+
+SIZES = (2_000_000, 500_000, 3_000_000, 1_000_000)
+PROFILE = Profile(
+    units=tuple(
+        UnitCost(name=f"u{i}", numel=n, forward_s=n * 5e-9, backward_s=n * 1e-8)
+        for i, n in enumerate(SIZES)
+    ),
+    link=Link(ranks=4, latency_s=1e-4, bytes_per_s=4e8),
+)
+WHOLE = named_plan("zero2", PROFILE.shapes)
+CUT = named_plan("zero2", PROFILE.shapes, Wish(block=max(SIZES) // 4))
+
+
+def seen_on(profile):
+    """Return what a machine would tell that is as ``profile`` says."""
+    steps_s = [time_plan(plan, profile).step_s for plan in (WHOLE, CUT)]
+    return Rehearsed(profile.compute_s, steps_s[0], WHOLE, steps_s[1], CUT)
+
+
+def with_link(slower, latency_s):
+    rate = PROFILE.link.bytes_per_s / slower
+    link = PROFILE.link.model_copy(update={"bytes_per_s": rate, "latency_s": latency_s})
+    return PROFILE.model_copy(update={"link": link})
+
+
+def stretched(profile, longer):
+    units = [
+        unit.model_copy(
+            update={"forward_s": unit.forward_s * longer, "backward_s": unit.backward_s * longer}
+        )
+        for unit in profile.units
+    ]
+    return Profile(units=tuple(units), link=profile.link)
+
+
+@pytest.mark.parametrize(("slower", "latency_s"), [(1.5, 2e-3), (3.0, 5e-4), (1.0, 4e-3)])
+def test_a_slower_link_and_a_longer_latency_are_found_again(slower, latency_s):
+    true = with_link(slower, latency_s)
+    link = fitted(PROFILE, seen_on(true)).link
+    assert link.bytes_per_s == pytest.approx(true.link.bytes_per_s, rel=0.03)
+    assert link.latency_s == pytest.approx(latency_s, rel=0.03)
+
+
+def test_units_that_take_longer_in_a_run_are_stretched_alike():
+    true = stretched(with_link(1.5, 2e-3), 1.3)
+    found = fitted(PROFILE, seen_on(true))
+    assert found.link.bytes_per_s == pytest.approx(true.link.bytes_per_s, rel=0.03)
+    for mine, theirs in zip(found.units, true.units, strict=True):
+        assert mine.forward_s == pytest.approx(theirs.forward_s)
+        assert mine.backward_s == pytest.approx(theirs.backward_s)
+
+
+def test_a_profile_that_was_stretched_tells_its_new_sum():
+    seen = seen_on(stretched(PROFILE, 1.3))
+    assert fitted(PROFILE, seen).compute_s == pytest.approx(1.3 * PROFILE.compute_s)
+
+
+def test_the_clock_says_of_what_was_found_what_was_seen():
+    seen = seen_on(stretched(with_link(2.2, 1e-3), 1.1))
+    found = seen_on(fitted(PROFILE, seen))
+    assert found.whole_s == pytest.approx(seen.whole_s, rel=0.003)
+    assert found.cut_s == pytest.approx(seen.cut_s, rel=0.003)
+
+
+def test_what_is_quicker_than_told_is_left():
+    quick = stretched(with_link(0.5, 1e-5), 0.7)
+    found = fitted(PROFILE, seen_on(quick))
+    assert found.units == PROFILE.units
+    assert found.link.bytes_per_s == pytest.approx(PROFILE.link.bytes_per_s)
+    assert found.link.latency_s == pytest.approx(PROFILE.link.latency_s)
+
+
+def test_nothing_but_the_seconds_of_units_and_the_link_changes():
+    found = fitted(PROFILE, seen_on(stretched(with_link(1.5, 2e-3), 1.2)))
+    link = {"bytes_per_s": PROFILE.link.bytes_per_s, "latency_s": PROFILE.link.latency_s}
+    changes = {"units": PROFILE.units, "link": found.link.model_copy(update=link)}
+    assert found.model_copy(update=changes) == PROFILE
