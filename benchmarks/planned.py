@@ -1,0 +1,75 @@
+"""Planned steps against presets and FSDP2 at equal memory, in a cluster in a box.
+
+    python benchmarks/planned.py [vgg gpt] [--rate 800mbit] [--runs 5]
+
+For each run of `benchmarks/runs` a profile is measured, then plans for three budgets are timed
+beside everybody else, interleaved; both keep records. What is claimed of each budget is told:
+ours over the best preset that fits, over FSDP2 with no more memory, and over what was predicted.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from record import record
+
+HOSTS = 4
+Row = dict[str, object]
+
+
+def main() -> int:
+    """Measure, keep the records, tell the ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", default=["vgg", "gpt"])
+    parser.add_argument("--rate", default="800mbit")
+    parser.add_argument("--runs", default="5")
+    args = parser.parse_args()
+    codes = [measure(name, args.rate, args.runs) for name in args.names]
+    return max(codes)
+
+
+def measure(name: str, rate: str, runs: str) -> int:
+    """Measure one run at one rate; return its exit code."""
+    lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--", "stretto"]
+    run = f"benchmarks/runs/{name}.toml"
+    with tempfile.TemporaryDirectory() as folder:
+        profile = str(Path(folder) / "profile.json")
+        code, _ = record(f"profile_{name}_{rate}", [*lab, "profile", run, "--out", profile])
+        if code:
+            return code
+        bench = [*lab, "bench", "plans", profile, "--run", run, "--runs", runs, "--json"]
+        code, rows = record(f"planned_{name}_{rate}", bench)
+    for row in rows:
+        if row["budget"] is not None:
+            print(f"{name} at {rate}: {told(row, rows)}")
+    return code
+
+
+def told(row: Row, rows: list[Row]) -> str:
+    """Return what holds of one planned step, in words."""
+    budget, step_s = number(row, "budget"), number(row, "step_s")
+    others = [r for r in rows if r["told_bytes"] is not None and r["budget"] is None]
+    eager = [r for r in others if r["name"] != "dear" and number(r, "told_bytes") <= budget]
+    peers = [r for r in rows if str(r["name"]).startswith("fsdp2")]
+    fitting = [r for r in peers if number(r, "live_bytes") <= budget]
+    words = [f"{row['name']} {step_s * 1e3:.0f} ms, {step_s / number(row, 'told_s'):.3f} of told"]
+    for what, field in (("the best preset that fits", eager), ("fsdp2", fitting)):
+        if field:
+            best = min(field, key=lambda r: number(r, "step_s"))
+            words.append(f"{step_s / number(best, 'step_s'):.3f} of {what} ({best['name']})")
+    dear = next(r for r in others if r["name"] == "dear")
+    if number(dear, "told_bytes") <= budget:
+        words.append(f"{step_s / number(dear, 'step_s'):.3f} of dear")
+    return "; ".join(words)
+
+
+def number(row: Row, key: str) -> float:
+    """Return a figure of a row."""
+    return float(str(row[key]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
