@@ -1,7 +1,6 @@
 """Choices that fit: whatever is too much for a budget is taken where it costs the link least."""
 
 from collections.abc import Sequence
-from itertools import combinations, product
 
 from stretto.plan.fitting import tight_plan
 from stretto.plan.footprint import Footprints
@@ -11,8 +10,8 @@ from stretto.plan.slots import Slots
 from stretto.plan.value import Plan, Sharding
 
 _STEPS = 400
-_FEW, _HANDFUL = 100, 10
-"""Units, of more of which not every option is tried, or every two."""
+_FEW = 100
+"""Units, of more of which not every option is tried."""
 
 
 class Choosing:
@@ -54,21 +53,22 @@ class Choosing:
     def _changed(self, chosen: list[Option]) -> list[Option]:
         """Return options of which no single one could be changed for a smaller peak.
 
-        Of a handful of units, no two together.
+        Where that stays the same, for smaller ones after it: they may be in the way.
         """
-        best, least = chosen, self._peak(chosen)
-        counts = (1, 2) if len(chosen) <= _HANDFUL else (1,)
+        best, least = chosen, self._heights(chosen)
         better = len(chosen) <= _FEW
         while better:
             better = False
-            for units in (u for count in counts for u in combinations(range(len(chosen)), count)):
-                for options in product(*(self.options[unit] for unit in units)):
-                    tried = list(best)
-                    for unit, option in zip(units, options, strict=True):
-                        tried[unit] = option
-                    if (peak := self._peak(tried)) < least:
-                        best, least, better = tried, peak, True
+            for unit, mine in enumerate(self.options):
+                for option in mine:
+                    tried = [*best[:unit], option, *best[unit + 1 :]]
+                    if (heights := self._heights(tried)) < least:
+                        best, least, better = tried, heights, True
         return best
+
+    def _heights(self, chosen: Sequence[Option]) -> list[int]:
+        """Return what is kept in all slots, the most first."""
+        return sorted(self.footprints.curve(self.tightest(chosen)), reverse=True)
 
     def _lowered(self, chosen: list[Option]) -> list[Option]:
         """Return options with as low a peak as `repaired` can reach."""

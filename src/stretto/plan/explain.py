@@ -55,15 +55,19 @@ def _verdict(planned: Planned) -> str:
 def _shortest(planned: Planned, curve: list[int]) -> int:
     """Return the slot in which memory is dearest, or fullest if it costs nothing."""
     prices = planned.prices
-    if any(price > 0 for price in prices):
+    if _is_short(planned):
         return max(range(len(prices)), key=prices.__getitem__)
     return max(range(len(curve)), key=curve.__getitem__)
+
+
+def _is_short(planned: Planned) -> bool:
+    return sum(planned.prices) * planned.budget >= _WORTH * planned.step_s
 
 
 def _memory(planned: Planned, plan: Plan, slot: int) -> str:
     worth = ms_per_gib(planned)
     where = plan.slots.name(slot)
-    if worth / GIB / 1e3 * planned.budget < _WORTH * planned.step_s:
+    if not _is_short(planned):
         return f"memory is not short (most is kept in {where}): more of it would save nothing"
     more = planned.budget / 100
     return (

@@ -25,9 +25,15 @@ def refuse(profile: Profile, budget: int, choosing: Choosing, footprints: Footpr
     if least <= budget:
         return
     raise TooLittleMemoryError(
-        f"no plan fits into {format_bytes(budget)}: the smallest needs {format_bytes(least)}, "
+        f"no plan fits into {format_bytes(budget)}: the smallest needs {_rounded_up(least)}, "
         f"{_what_dominates(plan, profile, footprints)}"
     )
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """Return so many bytes in words that are not less."""
+    grain = 10 ** max(0, len(str(num_bytes)) - 3)
+    return format_bytes(-(-num_bytes // grain) * grain)
 
 
 def _what_dominates(plan: Plan, profile: Profile, footprints: Footprints) -> str:

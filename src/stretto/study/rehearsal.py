@@ -61,7 +61,7 @@ def rehearse(
 
 def fitted(profile: Profile, seen: Rehearsed) -> Profile:
     """Return the profile with which the clock says what was seen; what is quicker is left."""
-    longer = max(1.0, seen.alone_s / max(profile.compute_s + profile.update_s, 1e-12))
+    longer = max(1.0, (seen.alone_s - profile.update_s) / max(profile.compute_s, 1e-12))
     units = tuple(
         unit.model_copy(
             update={"forward_s": unit.forward_s * longer, "backward_s": unit.backward_s * longer}

@@ -112,6 +112,14 @@ def test_memory_that_would_save_nothing_is_not_told_to_be_short():
     assert "not short" in explain(planned, profiles()["vgg16_10"]).memory
 
 
+def test_where_most_is_kept_is_where_the_curve_is_highest():
+    planned, profile = planned_for("vgg16_10"), profiles()["vgg16_10"]
+    curve = Footprints(profile).curve(planned.plan)
+    fullest = max(range(len(curve)), key=curve.__getitem__)
+    told = explain(planned, profile).memory
+    assert f"most is kept in {planned.plan.slots.name(fullest)})" in told
+
+
 def test_the_verdict_has_time_bound_and_memory():
     planned = planned_for("gpt_80")
     told = explain(planned, profiles()["gpt_80"]).verdict

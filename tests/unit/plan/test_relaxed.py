@@ -71,7 +71,6 @@ def test_no_plan_that_fits_takes_less_than_the_bound(solver, seed, barrier):
     plans = drawn_plans(profile, seed, barrier)
     # So that half of them fit.
     budget = sorted(map(footprints.peak, plans))[len(plans) // 2]
-    plans += [one.plan for one in random_candidates(profile, budget, 10, seed, allowed)]
     fitting = [plan for plan in plans if footprints.peak(plan) <= budget]
     assert len(fitting) >= len(plans) // 2
     least_s = bound_s(solver, profile, budget, allowed)
@@ -81,6 +80,18 @@ def test_no_plan_that_fits_takes_less_than_the_bound(solver, seed, barrier):
         step_s = time_plan(plan, profile).step_s
         assert step_s >= least_s * (1 - SAME)
         assert step_s >= grouped_s * (1 - SAME)
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_plan_that_was_drawn_to_fill_its_budget_takes_less_than_the_bound(solver, seed, barrier):
+    profile, allowed = small_profile(seed), Allowed(barrier=barrier)
+    wish = Wish(prefetch=1, barrier=barrier)
+    budget = Footprints(profile).peak(named_plan("zero2", profile.shapes, wish))
+    least_s = bound_s(solver, profile, budget, allowed)
+    drawn = random_candidates(profile, budget, 30, seed, allowed)
+    assert len(drawn) >= 20
+    assert min(one.step_s for one in drawn) >= least_s * (1 - SAME)
 
 
 @pytest.mark.parametrize("barrier", [False, True])
