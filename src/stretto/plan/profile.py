@@ -144,9 +144,9 @@ class Profile(Saved):
             hosts = self.link.hosts
             outside = 2 * num_bytes * (hosts - 1) / hosts / self.link.bytes_per_s
             return inside_s + (self.link.latency_s + outside) * reduces
-        # To sum for all is to sum for each owner, and to tell all.
+        # To sum for all is to sum for each owner, and to tell all: two messages in one.
         turns = 2 if unit.sharding is Sharding.DP else 1
-        return self.link.across_s(turns * num_bytes)
+        return turns * self.link.across_s(num_bytes)
 
     def channel_s(self, plan: Plan) -> float:
         """Return how long the link is busy in one step."""
