@@ -52,15 +52,15 @@ def render_report(title: str, verdict: str, runs: Sequence[RunRecord]) -> str:
         runs: The runs to compare, in the order of the table; each keeps its colour throughout.
     """
     drawn = [*figures(runs), *(picture for picture in map(gantt, runs) if picture is not None)]
-    plotly_js, page_js = _plotly_js(), _resource("report.js")
-    return _template().render(
+    plotly_js, page_js = drawing_script(), resource("report.js")
+    return page_template("report.html.j2").render(
         title=printable(title),
         verdict=printable(verdict),
-        policy=_policy(plotly_js, page_js),
-        style=Markup(_resource("report.css")),  # ours, from the package
+        policy=script_policy(plotly_js, page_js),
+        style=Markup(resource("report.css")),  # ours, from the package
         scripts=[Markup(plotly_js), Markup(page_js)],
         rows=[asdict(summary_row(run, index)) for index, run in enumerate(runs)],
-        figures=[(figure, _figure_json(figure)) for figure in drawn],
+        figures=[(figure, figure_json(figure)) for figure in drawn],
         details=[_detail(run) for run in runs if run.facts or run.config_toml],
     )
 
@@ -71,7 +71,8 @@ def _detail(run: RunRecord) -> _Detail:
     return _Detail(printable(run.name), facts, "\n".join(lines))
 
 
-def _figure_json(figure: Figure) -> Markup:
+def figure_json(figure: Figure) -> Markup:
+    """Return a figure for the script that draws it, safe inside a page."""
     value = {"data": figure.traces, "layout": figure.layout, "height": figure.height_px}
     text = json.dumps(_drawable(value), allow_nan=False, separators=(",", ":"))
     # "<" could end the block or open a comment in it; in a JSON string its code means the same.
@@ -87,7 +88,8 @@ def _drawable(value: Any) -> Any:  # noqa: ANN401 - any JSON value in, any JSON 
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _policy(*scripts: str) -> str:
+def script_policy(*scripts: str) -> str:
+    """Return the rule by which a page runs these scripts and nothing else."""
     digests = " ".join(_digest(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; "
@@ -102,19 +104,22 @@ def _digest(script: str) -> str:
 
 
 @cache
-def _template() -> Template:
+def page_template(name: str) -> Template:
+    """Return the template of a page, in which everything is escaped."""
     loader = PackageLoader("stretto.report", "templates")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("report.html.j2")
+    return environment.get_template(name)
 
 
 @cache
-def _plotly_js() -> str:
+def drawing_script() -> str:
+    """Return the library that draws figures."""
     from plotly.offline import get_plotlyjs  # late: the import alone takes half a second
 
     return str(get_plotlyjs())
 
 
 @cache
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Return a file that pages are made of."""
     return (resources.files("stretto.report") / "templates" / name).read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from stretto.plan.profile import Profile
 from stretto.plan.timing import Timed, time_plan
 from stretto.plan.value import Message, Plan, What
 from stretto.report.figures import COMMUNICATION, COMPUTE, DATA, OTHER, Figure, Trace, shown
-from stretto.report.html import _figure_json, _plotly_js, _policy, _resource, _template
+from stretto.report.html import drawing_script, figure_json, page_template, resource, script_policy
 from stretto.telemetry.aside import write_aside
 from stretto.telemetry.wording import printable
 from stretto.units import format_bytes, format_s
@@ -64,15 +64,15 @@ def render_plan_page(page: PlanPage) -> str:
     drawn = [timeline_figure(page.plan, timed), memory_figure(page)]
     if page.pareto:
         drawn.append(pareto_figure(page, timed.step_s))
-    plotly_js, page_js = _plotly_js(), _resource("report.js")
-    template = _template().environment.get_template("plan.html.j2")
+    plotly_js, page_js = drawing_script(), resource("report.js")
+    template = page_template("plan.html.j2")
     return template.render(
         title=printable(page.title),
         verdict=printable(page.verdict),
-        policy=_policy(plotly_js, page_js),
-        style=Markup(_resource("report.css")),  # ours, from the package
+        policy=script_policy(plotly_js, page_js),
+        style=Markup(resource("report.css")),  # ours, from the package
         scripts=[Markup(plotly_js), Markup(page_js)],
-        figures=[(figure, _figure_json(figure)) for figure in drawn],
+        figures=[(figure, figure_json(figure)) for figure in drawn],
         headers=[printable(name) for name in page.headers],
         classes=_classes(page.rows),
         rows=[[printable(cell) for cell in row] for row in page.rows],

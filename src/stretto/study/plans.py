@@ -8,6 +8,7 @@ they may; ``dear`` does neither.
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,8 +18,7 @@ from stretto.cluster.world import World
 from stretto.comm.connect import connect
 from stretto.errors import ConfigError
 from stretto.measure.ddp import Peers
-from stretto.measure.interleave import Contender, interleave_steps, largest, spread
-from stretto.measure.live_bytes import peak_bytes
+from stretto.measure.interleave import Contender, spread
 from stretto.model import build_model
 from stretto.plan.footprint import Footprints
 from stretto.plan.profile import Profile, read_profile
@@ -27,7 +27,7 @@ from stretto.plan.value import Plan
 from stretto.run import RunConfig
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, FSDP2, Ours, Plain, Stage, alone, contenders
-from stretto.study.step import fixed_batch
+from stretto.study.step import count_bytes, fixed_batch, time_steps
 
 PLANNED = "planned"
 EAGER = {
@@ -87,8 +87,9 @@ def bench_plans(
     stage = Stage(config, channel, model, (inputs.to(device), targets.to(device)), device)
     with TemporaryDirectory() as folder:
         built = _built(stage, profile, profile_path, Path(folder), say)
-        peaks = _count(stage, world, built, say)
-        times = _time(stage, world, built, runs, say)
+        field = partial(_makes, stage, built)
+        peaks = count_bytes(stage, world, field, say)
+        times = time_steps(stage, world, field, runs, say)
     channel.close()
     return [_seen(name, times[name], peaks[name], built.get(name), profile) for name in times]
 
@@ -139,41 +140,12 @@ def _build(
 
 
 def _makes(
-    stage: Stage, peers: Peers, built: Mapping[str, _Built]
+    stage: Stage, built: Mapping[str, _Built], peers: Peers
 ) -> dict[str, Callable[[], Contender]]:
     makes: dict[str, Callable[[], Contender]] = {ALONE: lambda: Plain(stage, alone(stage))}
     makes |= {name: one.make for name, one in built.items()}
     fsdp2 = contenders(stage, peers, (FSDP2,))
     return makes | {name: make for name, make in fsdp2.items() if name.startswith(FSDP2)}
-
-
-def _count(
-    stage: Stage, world: World, built: Mapping[str, _Built], say: Callable[[str], None]
-) -> dict[str, int]:
-    peaks: dict[str, int] = {}
-    with Peers(world, stage.device, idle=stage.device == "cpu") as peers:
-        makes = _makes(stage, peers, built)
-        if stage.device == "cuda":  # the first one pays for the workspaces of libraries
-            peak_bytes(makes[ALONE], stage.device)
-        for name, make in makes.items():
-            peaks[name] = round(largest(peak_bytes(make, stage.device), stage.channel))
-            say(f"{name}: {peaks[name] / 1e6:.1f} MB")
-    return peaks
-
-
-def _time(
-    stage: Stage,
-    world: World,
-    built: Mapping[str, _Built],
-    runs: int,
-    say: Callable[[str], None],
-) -> dict[str, list[float]]:
-    with Peers(world, stage.device) as peers:
-        ready = {name: make() for name, make in _makes(stage, peers, built).items()}
-        times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device, say=say)
-        for contender in ready.values():
-            contender.close()
-    return times
 
 
 def _seen(name: str, times: list[float], live: int, built: _Built | None, profile: Profile) -> Seen:

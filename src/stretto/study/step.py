@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from stretto.comm.connect import connect
 from stretto.data import open_source
 from stretto.measure.carried import link_bytes
 from stretto.measure.ddp import Peers
-from stretto.measure.interleave import Row, interleave_steps, largest, spread
+from stretto.measure.interleave import Contender, Row, interleave_steps, largest, spread
 from stretto.measure.live_bytes import peak_bytes
 from stretto.model import GPTConfig, build_model
 from stretto.plan.memory import Widths
@@ -51,14 +52,19 @@ def bench_step(
     stage = Stage(config, channel, model, (inputs.to(device), targets.to(device)), device)
     for line in absent_peers(config):
         say(line)
-    peaks = _count(stage, world, wanted, say)
-    times = _time(stage, world, wanted, runs, say)
+    field = partial(contenders, stage, wanted=wanted)
+    peaks = count_bytes(stage, world, field, say)
+    times = time_steps(stage, world, field, runs, say)
     channel.close()
     return _rows(config, world, model, Measured(times, peaks))
 
 
-def _count(
-    stage: Stage, world: World, wanted: tuple[str, ...], say: Callable[[str], None]
+Field = Callable[[Peers], dict[str, Callable[[], Contender]]]
+"""What builds each contender, by name, given the peers' side of the process."""
+
+
+def count_bytes(
+    stage: Stage, world: World, field: Field, say: Callable[[str], None]
 ) -> dict[str, int]:
     """Return the most that lives in a step of each contender, which has the process to itself.
 
@@ -67,7 +73,7 @@ def _count(
     """
     peaks: dict[str, int] = {}
     with Peers(world, stage.device, idle=stage.device == "cpu") as peers:
-        makes = contenders(stage, peers, wanted)
+        makes = field(peers)
         if stage.device == "cuda":  # the first one pays for the workspaces of libraries
             peak_bytes(makes[ALONE], stage.device)
         for name, make in makes.items():
@@ -76,12 +82,12 @@ def _count(
     return peaks
 
 
-def _time(
-    stage: Stage, world: World, wanted: tuple[str, ...], runs: int, say: Callable[[str], None]
+def time_steps(
+    stage: Stage, world: World, field: Field, runs: int, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Return the seconds of a step of each contender, in every round."""
     with Peers(world, stage.device) as peers:
-        ready = {name: make() for name, make in contenders(stage, peers, wanted).items()}
+        ready = {name: make() for name, make in field(peers).items()}
         times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device, say=say)
         for contender in ready.values():
             contender.close()
