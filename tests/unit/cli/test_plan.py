@@ -51,18 +51,18 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_person_is_told_every_unit_the_time_and_what_memory_is_worth(here, capsys):
-    assert main(["plan", "run.toml", *MADE_UP, "--memory", "9MB", "--what-if", "rate=10gbit"]) == 0
+    assert main(["plan", "run.toml", *MADE_UP, "--memory", "8MB", "--what-if", "rate=10gbit"]) == 0
     told = capsys.readouterr()
     assert all(f"blocks.{index} " in told.out for index in range(4))
     assert "a step takes" in told.out
-    assert "of 9 MB" in told.out
+    assert "of 8 MB" in told.out
     assert "memory is short in" in told.out
     assert "profile: made up" in told.out
     assert "if rate=10gbit: " in told.out
     assert told.err == "stretto plan: wrote plan.json\n"
     plan = read_plan(here / "plan.json")
     check(plan)
-    assert Footprints(PROFILE).peak(plan) <= 9_000_000
+    assert Footprints(PROFILE).peak(plan) <= 8_000_000
     assert plan.unit_bytes == PROFILE.unit_bytes, "who runs it joins as many"
 
 
