@@ -31,6 +31,7 @@ class Explained:
 def explain(planned: Planned, profile: Profile) -> Explained:
     """Return ``planned`` in words."""
     footprints, plan = Footprints(profile), planned.plan
+    profile = profile.run_by(barrier=plan.barrier)
     short = _shortest(planned, footprints.curve(plan))
     telling = _Telling(profile, plan, footprints, short)
     rows = tuple(telling.row(index) for index in range(len(plan.units)))
@@ -45,9 +46,10 @@ def ms_per_gib(planned: Planned) -> float:
 def _verdict(planned: Planned) -> str:
     gain = planned.greedy_s / planned.step_s - 1
     greedy = f"; {gain:.1%} faster than without the solver" if gain > 5e-4 else ""
+    barrier = "; all gradients are there before the update" if planned.plan.barrier else ""
     return (
         f"a step takes {format_s(planned.step_s)}, {planned.gap:.1%} more than the bound of any "
-        f"plan ({format_s(planned.bound_s)}){greedy}; a rank keeps "
+        f"plan ({format_s(planned.bound_s)}){greedy}{barrier}; a rank keeps "
         f"{format_bytes(planned.peak_bytes)} of {format_bytes(planned.budget)}"
     )
 

@@ -9,6 +9,7 @@ as long as that helps. Presets that fit are among the candidates, so no plan is 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 
@@ -71,7 +72,22 @@ def make_plan(
     Raises:
         ConfigError: There is none; with the least that is needed.
     """
-    allowed = replace(allowed, barrier=allowed.barrier or barrier)
+    if barrier or allowed.barrier:
+        return _made(profile, budget, replace(allowed, barrier=True))
+    free = _made(profile.run_by(barrier=False), budget, allowed)
+    if profile.parting <= 1.0:  # then a barrier only forbids
+        return free
+    met = make_plan(profile, budget, allowed, barrier=True)
+    best = min(free, met, key=attrgetter("step_s"))
+    return replace(
+        best,
+        bound_s=min(free.bound_s, met.bound_s),
+        greedy_s=min(free.greedy_s, met.greedy_s),
+    )
+
+
+def _made(profile: Profile, budget: int, allowed: Allowed) -> Planned:
+    """Return the best plan found, with a barrier or without one."""
     # They need half a second to start, each with a core of its own if there are two.
     with Solver() as quick, Solver() as thorough, ThreadPoolExecutor(1) as aside:
         footprints = Footprints(profile)

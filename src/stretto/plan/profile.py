@@ -41,6 +41,11 @@ class UnitCost(Value):
         """What presets must know of it."""
         return Shape(self.name, self.numel, self.used_often)
 
+    def stretched(self, longer: float) -> "UnitCost":
+        """Return it taking so many times as long."""
+        seconds = {"forward_s": self.forward_s * longer, "backward_s": self.backward_s * longer}
+        return self.model_copy(update=seconds)
+
 
 class Link(Value):
     """What the messages of all ranks share."""
@@ -54,6 +59,8 @@ class Link(Value):
     """Messages that travel beside each other; they share the rate."""
     lane_share: float = Field(default=1.0, gt=0, le=1)
     """What of the rate one lane reaches where no other is busy."""
+    gather_ratio: float = Field(default=1.0, gt=0)
+    """How long a gather takes, in times of what a sum of as many bytes takes."""
     copies: bool = False
     """Whether what arrives on a lane needs room until it is added up: that of one rank's chunk."""
     hosts: int = Field(default=1, ge=1)
@@ -88,6 +95,18 @@ class Link(Value):
         share = (self.per_host - 1) / self.per_host
         return self.inner_latency_s + num_bytes * share / self.inner_bytes_per_s
 
+    def stretched(self, longer: float) -> "Link":
+        """Return it taking so many times as long for every message."""
+        inner = self.inner_bytes_per_s
+        return self.model_copy(
+            update={
+                "latency_s": self.latency_s * longer,
+                "bytes_per_s": self.bytes_per_s / longer,
+                "inner_latency_s": self.inner_latency_s * longer,
+                "inner_bytes_per_s": None if inner is None else inner / longer,
+            }
+        )
+
 
 class Profile(Saved):
     """A model on a cluster."""
@@ -106,6 +125,8 @@ class Profile(Saved):
     """Of the whole model, where the update waits for all gradients."""
     slowdown: float = Field(default=1.0, ge=1)
     """How many times as long computation takes while a message travels."""
+    parting: float = Field(default=1.0, gt=0)
+    """How many times as long everything takes where no barrier keeps the ranks together."""
     other_bytes: int = Field(default=0, ge=0)
     """What the model keeps besides: buffers, frozen parameters, the batch."""
     source: str = ""
@@ -138,14 +159,15 @@ class Profile(Saved):
         """Return how long the link is busy with ``numel`` elements of ``unit``."""
         reduces = what is What.REDUCE
         num_bytes = numel * (self.gradient_bytes if reduces else self.parameter_bytes)
+        turns = 1.0 if reduces else self.link.gather_ratio
         if unit.in_host and self.link.is_nested:
-            inside_s = self.link.inside_s(num_bytes)
+            inside_s = turns * self.link.inside_s(num_bytes)
             # Each rank adds up its chunk with those that have the same one on other hosts.
             hosts = self.link.hosts
             outside = 2 * num_bytes * (hosts - 1) / hosts / self.link.bytes_per_s
             return inside_s + (self.link.latency_s + outside) * reduces
         # To sum for all is to sum for each owner, and to tell all: two messages in one.
-        turns = 2 if unit.sharding is Sharding.DP else 1
+        turns += self.link.gather_ratio if unit.sharding is Sharding.DP else 0.0
         return turns * self.link.across_s(num_bytes)
 
     def channel_s(self, plan: Plan) -> float:
@@ -158,6 +180,14 @@ class Profile(Saved):
         backward = [unit.backward_s + unit.forward_s * twice for unit, twice in again]
         forward = [unit.forward_s for unit in self.units]
         return [*reversed(backward), self.update_s if barrier else 0.0, *forward]
+
+    def run_by(self, *, barrier: bool) -> "Profile":
+        """Return what it is for plans that have a barrier, or have none."""
+        if barrier or self.parting == 1.0:
+            return self
+        units = tuple(unit.stretched(self.parting) for unit in self.units)
+        changes = {"units": units, "link": self.link.stretched(self.parting), "parting": 1.0}
+        return self.model_copy(update={**changes, "update_s": self.update_s * self.parting})
 
 
 def check_same_units(profile: Profile, shapes: Sequence[Shape], called: str) -> None:

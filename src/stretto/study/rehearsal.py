@@ -1,15 +1,18 @@
 """A few real steps, so that a profile says what a run takes, not what its parts take alone.
 
 Units that are timed one by one, and messages that have all cores to themselves, are quicker than in
-a run: there ranks compute without a pause, and messages need cores, too. So three things are timed
-in turn, as a run has them: steps without messages; steps of zero2 with whole units; and the same in
-blocks. The first stretches the units' seconds; then the link's rate and the latency of a message
-are those with which the clock of plans says what the other two took.
+a run: there ranks compute without a pause, and messages need cores, too. So five things are timed
+in turn, as a run has them: steps without messages; zero2 with whole units and with blocks, and
+zero3, all three with a barrier before the update; and zero2 without one. The first stretches the
+units' seconds; then the link's rate, the latency of a message and what a gather takes are those
+with which the clock of plans says what the next three took. The last says what it costs that ranks
+do not wait for each other: where they share cores, those that are ahead take them from the others.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stretto.measure.interleave import Contender, interleave_steps
 from stretto.plan.profile import Profile
@@ -18,12 +21,24 @@ from stretto.plan.value import Plan
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, Ours, Plain, Stage, alone
 
-_WHOLE, _CUT = "whole units", "blocks"
+_WHOLE, _CUT, _AGAIN, _APART = "whole units", "in blocks", "gathered again", "without a barrier"
 _PARTS = 4
 """Blocks of a unit, about."""
 _HALVINGS = 12
 _MOST_SLOWER = 4.0
+_MOST_RATIO = 2.0
 _MOST_LATENCY_S = 0.02
+
+
+class Step(NamedTuple):
+    """A plan, and what a step of it took."""
+
+    plan: Plan
+    step_s: float
+
+    def is_longer(self, profile: Profile) -> bool:
+        """Tell whether it took longer than the clock says."""
+        return time_plan(self.plan, profile).step_s < self.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +46,10 @@ class Rehearsed:
     """What steps took, with the plans that they followed."""
 
     alone_s: float
-    whole_s: float
-    whole: Plan
-    cut_s: float
-    cut: Plan
+    whole: Step
+    cut: Step
+    again: Step
+    apart: Step
 
 
 def rehearse(
@@ -46,7 +61,13 @@ def rehearse(
         update={"plan": "zero2", "unit": profile.unit_bytes, "memory": None, "profile": None}
     )
     cut = base.model_copy(update={"block": max(1, largest // _PARTS)})
-    ours = {_WHOLE: Ours(stage, base), _CUT: Ours(stage, cut)}
+    again = base.model_copy(update={"plan": "zero3"})
+    ours = {
+        _WHOLE: Ours(stage, base, barrier=True),
+        _CUT: Ours(stage, cut, barrier=True),
+        _AGAIN: Ours(stage, again, barrier=True),
+        _APART: Ours(stage, base),
+    }
     plans = {name: one.plan for name, one in ours.items()}
     ready: dict[str, Contender] = {ALONE: Plain(stage, alone(stage)), **ours}
     times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device)
@@ -55,25 +76,47 @@ def rehearse(
     seconds = {name: statistics.median(values) for name, values in times.items()}
     for name, step_s in seconds.items():
         say(f"a step, {name}: {step_s * 1e3:.1f} ms")
-    whole, parts = plans[_WHOLE], plans[_CUT]
-    return Rehearsed(seconds[ALONE], seconds[_WHOLE], whole, seconds[_CUT], parts)
+    steps = {name: Step(plan, seconds[name]) for name, plan in plans.items()}
+    return Rehearsed(
+        seconds[ALONE], steps[_WHOLE], steps[_CUT], again=steps[_AGAIN], apart=steps[_APART]
+    )
 
 
 def fitted(profile: Profile, seen: Rehearsed) -> Profile:
-    """Return the profile with which the clock says what was seen; what is quicker is left."""
+    """Return the profile with which the clock says what was seen.
+
+    A link and units that were quicker alone than they seem to be in a run are left.
+    """
     longer = max(1.0, (seen.alone_s - profile.update_s) / max(profile.compute_s, 1e-12))
-    units = tuple(
-        unit.model_copy(
-            update={"forward_s": unit.forward_s * longer, "backward_s": unit.backward_s * longer}
-        )
-        for unit in profile.units
-    )
-    profile = profile.model_copy(update={"units": units})
+    units = tuple(unit.stretched(longer) for unit in profile.units)
+    profile = _with_gathers(profile.model_copy(update={"units": units}), seen)
+    parting = seen.apart.step_s / time_plan(seen.apart.plan, profile).step_s
+    return profile.model_copy(update={"parting": parting})
+
+
+def _with_gathers(profile: Profile, seen: Rehearsed) -> Profile:
+    """Return the profile whose gathers are so much longer, or shorter, that zero3 takes its time.
+
+    Their share of zero2's traffic is a half, of zero3's two thirds.
+    """
+    longer = seen.again.is_longer(_with_latency(profile, seen))
+    near, far = 1.0, _MOST_RATIO if longer else 1 / _MOST_RATIO
+    for _ in range(_HALVINGS):
+        middle = (near + far) / 2
+        tried = _with_latency(_with_link(profile, gather_ratio=middle), seen)
+        if seen.again.is_longer(tried) == longer:
+            near = middle
+        else:
+            far = middle
+    return _with_latency(_with_link(profile, gather_ratio=near), seen)
+
+
+def _with_latency(profile: Profile, seen: Rehearsed) -> Profile:
+    """Return the profile whose messages begin so late that blocks take what they took."""
     low_s, high_s = profile.link.latency_s, _MOST_LATENCY_S
     for _ in range(_HALVINGS):
         middle_s = (low_s + high_s) / 2
-        tried = _with_rate(_with_link(profile, latency_s=middle_s), seen)
-        if time_plan(seen.cut, tried).step_s < seen.cut_s:
+        if seen.cut.is_longer(_with_rate(_with_link(profile, latency_s=middle_s), seen)):
             low_s = middle_s
         else:
             high_s = middle_s
@@ -86,7 +129,7 @@ def _with_rate(profile: Profile, seen: Rehearsed) -> Profile:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         slower = _with_link(profile, bytes_per_s=profile.link.bytes_per_s / middle)
-        if time_plan(seen.whole, slower).step_s < seen.whole_s:
+        if seen.whole.is_longer(slower):
             low = middle
         else:
             high = middle

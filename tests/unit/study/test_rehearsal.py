@@ -5,7 +5,7 @@ import pytest
 from stretto.plan.presets import Wish, named_plan
 from stretto.plan.profile import Link, Profile, UnitCost
 from stretto.plan.timing import time_plan
-from stretto.study.rehearsal import Rehearsed, fitted
+from stretto.study.rehearsal import Rehearsed, Step, fitted
 
 SIZES = (2_000_000, 500_000, 3_000_000, 1_000_000)
 PROFILE = Profile(
@@ -15,14 +15,21 @@ PROFILE = Profile(
     ),
     link=Link(ranks=4, latency_s=1e-4, bytes_per_s=4e8),
 )
-WHOLE = named_plan("zero2", PROFILE.shapes)
-CUT = named_plan("zero2", PROFILE.shapes, Wish(block=max(SIZES) // 4))
+WHOLE = named_plan("zero2", PROFILE.shapes, Wish(barrier=True))
+CUT = named_plan("zero2", PROFILE.shapes, Wish(block=max(SIZES) // 4, barrier=True))
+AGAIN = named_plan("zero3", PROFILE.shapes, Wish(2, 1, barrier=True))
+APART = named_plan("zero2", PROFILE.shapes)
 
 
 def seen_on(profile):
     """Return what a machine would tell that is as ``profile`` says."""
-    steps_s = [time_plan(plan, profile).step_s for plan in (WHOLE, CUT)]
-    return Rehearsed(profile.compute_s, steps_s[0], WHOLE, steps_s[1], CUT)
+    plans = (WHOLE, CUT, AGAIN, APART)
+    steps = [Step(plan, time_plan(plan, profile).step_s) for plan in plans]
+    return Rehearsed(profile.compute_s, *steps)
+
+
+def steps_of(seen):
+    return seen.whole, seen.cut, seen.again, seen.apart
 
 
 def with_link(slower, latency_s):
@@ -66,8 +73,24 @@ def test_a_profile_that_was_stretched_tells_its_new_sum():
 def test_the_clock_says_of_what_was_found_what_was_seen():
     seen = seen_on(stretched(with_link(2.2, 1e-3), 1.1))
     found = seen_on(fitted(PROFILE, seen))
-    assert found.whole_s == pytest.approx(seen.whole_s, rel=0.003)
-    assert found.cut_s == pytest.approx(seen.cut_s, rel=0.003)
+    for mine, theirs in zip(steps_of(found), steps_of(seen), strict=True):
+        assert mine.step_s == pytest.approx(theirs.step_s, rel=0.003)
+
+
+@pytest.mark.parametrize("ratio", [0.6, 1.0, 1.7])
+def test_what_a_gather_takes_is_found_again(ratio):
+    true = with_link(1.5, 1e-3)
+    link = true.link.model_copy(update={"gather_ratio": ratio})
+    true = true.model_copy(update={"link": link})
+    found = fitted(PROFILE, seen_on(true)).link
+    assert found.gather_ratio == pytest.approx(ratio, rel=0.03)
+    assert found.bytes_per_s == pytest.approx(true.link.bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("parting", [0.9, 1.0, 1.2])
+def test_what_it_costs_that_ranks_do_not_wait_is_found_again(parting):
+    true = with_link(1.5, 1e-3).model_copy(update={"parting": parting})
+    assert fitted(PROFILE, seen_on(true)).parting == pytest.approx(parting, rel=0.01)
 
 
 def test_what_is_quicker_than_told_is_left():
@@ -81,5 +104,6 @@ def test_what_is_quicker_than_told_is_left():
 def test_nothing_but_the_seconds_of_units_and_the_link_changes():
     found = fitted(PROFILE, seen_on(stretched(with_link(1.5, 2e-3), 1.2)))
     link = {"bytes_per_s": PROFILE.link.bytes_per_s, "latency_s": PROFILE.link.latency_s}
-    changes = {"units": PROFILE.units, "link": found.link.model_copy(update=link)}
+    link["gather_ratio"] = 1.0
+    changes = {"units": PROFILE.units, "link": found.link.model_copy(update=link), "parting": 1.0}
     assert found.model_copy(update=changes) == PROFILE
