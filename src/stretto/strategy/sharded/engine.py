@@ -286,47 +286,47 @@ class Engine:
             self.drawing.begun(task)
         lane = self._carriage.lane(unit, block)
         if what is What.REDUCE:
-            return self._aside.send(partial(self._carriage.reduce, unit, block), lane)
+            return self._aside.send(task.key, partial(self._carriage.reduce, unit, block), lane)
         storage = self._units[unit].storage
         storage.allocate()  # here: memory belongs to those who compute
-        with self._aside.working():
+
+        def gather() -> Pending:
             storage.lay_chunks(block)
-        self._aside.give_back(task.key, storage.keep_inside)
-        gather = partial(self._carriage.gather, unit, block)
-        return self._aside.send(gather, lane, worked_on=True)
+            return self._carriage.gather(unit, block)
+
+        blocks = range(len(self.plan.units[unit].blocks))
+        updated = [(What.REDUCE, unit, b) for b in blocks if b == block or self.plan.whole_layers]
+        pending = self._aside.send(task.key, gather, lane, after=updated)
+        if storage.is_laid:
+            self._aside.give_back([(what, unit, b) for b in blocks], storage.keep_inside)
+        return pending
 
     def _land(self, task: Task) -> bool:
         if self.drawing is not None:
             self.drawing.landed(task)
         if task.message.what is not What.REDUCE:
-            self._aside.mark(task.key, worked_on=False)
             return False
-        with self._aside.landing():
-            updated = self._conclude(task)
-        self._aside.mark(task.key, worked_on=True)
-        return updated
+        with self._aside.landing(task.key):
+            used = self._conclude(task)
+        storage = self._units[task.message.unit].storage
+        for block in used:
+            self._aside.give_back([task.key], partial(storage.drop_gradients, block))
+        return bool(used) and not self.plan.barrier
 
-    def _conclude(self, task: Task) -> bool:
-        """Use the sums of a block; say whether parameters are up to date by it."""
+    def _conclude(self, task: Task) -> tuple[int, ...]:
+        """Use the sums of a block; return the blocks of its unit whose gradients may go now."""
         _, unit, block = task.key
         if self.plan.barrier:
-            self._hold(task)
-            return False
+            return (block,) if self._hold(unit, block) else ()
         arrived = self._arrived[unit]
         arrived.add(block)
         if self.plan.whole_layers and len(arrived) < len(self.plan.units[unit].blocks):
-            return False
+            return ()
         blocks = tuple(sorted(arrived))
         arrived.clear()
         if self._is_sound(task.cycle):
             self._update(unit, blocks)
-        for one in blocks:
-            self._give_back(task, unit, one)
-        return True
-
-    def _give_back(self, task: Task, unit: int, block: int) -> None:
-        drop = partial(self._units[unit].storage.drop_gradients, block)
-        self._aside.give_back(task.key, drop)
+        return blocks
 
     def judge(self, *, sound: bool) -> None:
         """Say whether the step whose backward is over may change anything."""
@@ -354,16 +354,14 @@ class Engine:
                 storage.lay_chunks(block)
 
     @torch.no_grad()
-    def _hold(self, task: Task) -> None:
-        """Keep a block's sums for an update that waits for all of them."""
-        _, unit, block = task.key
+    def _hold(self, unit: int, block: int) -> bool:
+        """Keep a block's sums for an update that waits for all; say whether as a copy."""
         storage = self._units[unit].storage
         in_place = storage.sharding in (Sharding.DP, Sharding.ZERO1)
         copies = self._updates.hand_over(unit, block, self._weights.total(), copy=not in_place)
         self._ledger.take("reduced gradients", sum(copy.nbytes for copy in copies))
         self._copies += copies
-        if copies:
-            self._give_back(task, unit, block)
+        return bool(copies)
 
     def release(self) -> None:
         """Let go what was held for the update, which is over, and let gathers begin."""

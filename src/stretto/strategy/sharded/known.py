@@ -8,6 +8,7 @@ from stretto.comm.channel import Channel
 from stretto.comm.small import gather_text
 from stretto.errors import ConfigError
 from stretto.plan.check import check
+from stretto.plan.explain import verdict
 from stretto.plan.options import Allowed
 from stretto.plan.planner import make_plan
 from stretto.plan.profile import Profile, check_same_units, read_profile
@@ -28,6 +29,8 @@ class Known:
     """What it takes, where no file says so."""
     barrier: bool = False
     """Whether somebody reads all gradients before the update."""
+    tell: Callable[[str], None] = lambda _verdict: None
+    """Told on rank 0 what a plan promises that was made at the start."""
 
 
 def plan_at_start(
@@ -53,7 +56,9 @@ def plan_at_start(
         allowed = Allowed(
             checkpoint=config.checkpoint, barrier=known.barrier, whole_layers=whole_layers
         )
-        return make_plan(profile, config.memory or 0, allowed).plan.to_json()
+        planned = make_plan(profile, config.memory or 0, allowed)
+        known.tell(f"{config.profile or 'an estimate'} says: {verdict(planned)}")
+        return planned.plan.to_json()
 
     told = told_by_rank_0(make, channel)
     plan = fitting(Plan.model_validate_json(told), shapes, "the plan made at the start")

@@ -196,11 +196,15 @@ class UnitStorage:
             self.chunk(self.flat, block, owner).copy_(self.kept_chunk(index, owner))
         self._laid.add(index)
 
+    @property
+    def is_laid(self) -> bool:
+        """Whether this rank's chunks of all blocks have been laid."""
+        return len(self._laid) == len(self.layout.blocks)
+
     def keep_inside(self) -> None:
         """Let this rank's chunks lie in the whole parameters alone, once all have been laid."""
         with self._moving:
-            all_laid = len(self._laid) == len(self.layout.blocks)
-            if self._may_lie_inside and all_laid and self.live and not self._lies_inside:
+            if self._may_lie_inside and self.is_laid and self.live and not self._lies_inside:
                 self._lies_inside = True
                 self._ledger.take("parameters", -self.kept.nbytes)
                 _resize(self.kept, 0)

@@ -18,17 +18,17 @@ class Late(Here):
     def __init__(self):
         self._kept = []
 
-    def give_back(self, name, release):
-        self._kept.append((name, release))
+    def give_back(self, names, release):
+        self._kept.append((set(names), release))
 
     def wait_for(self, names):
         wanted = set(names)
         kept, self._kept = self._kept, []
-        for name, release in kept:
-            if name in wanted:
+        for left, release in kept:
+            if left <= wanted:
                 release()
             else:
-                self._kept.append((name, release))
+                self._kept.append((left - wanted, release))
 
 
 @pytest.mark.parametrize("pending", [0, 2])
