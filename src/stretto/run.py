@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +195,9 @@ def assemble(
     chosen, profile = _with_estimate(config, prepared, channel)
     strategy = build_strategy(chosen, channel, recorder, calls=prepared.calls, profile=profile)
     strategy.reads_gradients = config.train.reads_gradients  # a plan that is made now goes by it
+    notes: list[str] = []
+    if isinstance(strategy, Sharded):
+        strategy.known = replace(strategy.known, tell=notes.append)
     derived = derived_for(config, prepared.source.num_samples)
     making = make_optimizer(config.optim, prepared.model, peak_lr=derived.lr)
     model, optimizer = strategy.attach(prepared.model, making)
@@ -214,6 +217,7 @@ def assemble(
         rate_at=derived.rate_at,
         report=report,
         recorder=recorder,
+        notes=notes,
         checkpoints=config.run_dir / "checkpoints",
         generation=generation,
         fixed=fixed_settings(loaded),

@@ -48,9 +48,14 @@ def _plan(folder):
 
 def trained(folder, name, *words):
     """Train on two ranks; return the plan that the run kept."""
+    return read_plan(_trained(folder, name, *words)[0])
+
+
+def _trained(folder, name, *words):
+    """Train on two ranks; return the file of the plan that the run kept, and what was said."""
     done = on_two(folder, "train", "run.toml", f"run.name={name}", *words)
     assert done.returncode == 0, done.stderr
-    return read_plan(folder / "runs" / name / "plan.json")
+    return folder / "runs" / name / "plan.json", done.stderr
 
 
 def test_a_plan_that_was_made_of_a_profile_is_the_one_that_is_run(folder):
@@ -62,7 +67,9 @@ def test_a_plan_that_was_made_of_a_profile_is_the_one_that_is_run(folder):
 
 def test_a_plan_is_made_of_a_profile_when_the_run_starts(folder):
     words = [f"strategy.memory={MEMORY}", "strategy.profile=profile.json"]
-    kept = trained(folder, "by-profile", *words)
+    path, said = _trained(folder, "by-profile", *words)
+    assert said.count("profile.json says: a step takes ") == 1, "once, by rank 0"
+    kept = read_plan(path)
     profile = read_profile(folder / "profile.json")
     assert [unit.name for unit in kept.units] == [unit.name for unit in profile.units]
     assert Footprints(profile).peak(kept) <= 5_000_000

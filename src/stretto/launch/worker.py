@@ -104,6 +104,8 @@ def _run(
     if config.run.trace:
         stack.callback(_write_trace, config.run_dir, parts, seat.say)
     report(_started(config, parts, note))
+    for told in parts.notes:
+        seat.say(told)
     if channel.rank == 0 and config.optim.reference_batch is not None:
         for line in derived_for(config, parts.source.num_samples).lines():
             seat.say(f"{line.name} {line.value}: {line.rule}")

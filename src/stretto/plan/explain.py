@@ -35,7 +35,7 @@ def explain(planned: Planned, profile: Profile) -> Explained:
     short = _shortest(planned, footprints.curve(plan))
     telling = _Telling(profile, plan, footprints, short)
     rows = tuple(telling.row(index) for index in range(len(plan.units)))
-    return Explained(_verdict(planned), _memory(planned, plan, short), rows)
+    return Explained(verdict(planned), _memory(planned, plan, short), rows)
 
 
 def ms_per_gib(planned: Planned) -> float:
@@ -43,7 +43,8 @@ def ms_per_gib(planned: Planned) -> float:
     return sum(planned.prices) * GIB * 1e3
 
 
-def _verdict(planned: Planned) -> str:
+def verdict(planned: Planned) -> str:
+    """Return in one line what a plan promises: time, bound, memory."""
     gain = planned.greedy_s / planned.step_s - 1
     greedy = f"; {gain:.1%} faster than without the solver" if gain > 5e-4 else ""
     barrier = "; all gradients are there before the update" if planned.plan.barrier else ""

@@ -1,6 +1,6 @@
 """Everything a training run is made of, assembled by `stretto.run` and used by the loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,8 @@ class Parts:
     report: Callable[[Event], None]
     """Takes events; does nothing except on rank 0."""
     recorder: Recorder
+    notes: Sequence[str] = ()
+    """What people should know before the first step."""
     checkpoints: Path | None = None
     """Where checkpoints go; None keeps none."""
     generation: int = 0
