@@ -33,13 +33,13 @@ def profiles() -> dict[str, Profile]:
     """Return the profiles by name, with the rate of the link in it."""
     return {
         "vgg16_10": Profile(units=vgg16(images=64), link=_link(10), state_bytes=4),
-        "moe_60": _in_half(moe(tokens=8192), 60),
-        "moe_120": _in_half(moe(tokens=8192), 120),
-        "gpt_80": _in_half(gpt(tokens=4096), 80),
+        "moe_60": in_half(moe(tokens=8192), 60),
+        "moe_120": in_half(moe(tokens=8192), 120),
+        "gpt_80": in_half(gpt(tokens=4096), 80),
     }
 
 
-def _in_half(units: tuple[UnitCost, ...], gb_per_s: float) -> Profile:
+def in_half(units: tuple[UnitCost, ...], gb_per_s: float) -> Profile:
     """Return a profile in bf16 with Adam, which updates 32 bits and remembers two numbers."""
     link = _link(gb_per_s)
     return Profile(units=units, link=link, parameter_bytes=2, gradient_bytes=2, state_bytes=8)

@@ -41,10 +41,13 @@ class Choosing:
         """Return for each unit the option that asks least of the link and the device."""
         return [min(mine, key=lambda o: o.channel_s + o.again_s) for mine in self.options]
 
+    def frugal(self) -> list[Option]:
+        """Return for each unit the option that keeps least: near to the smallest, found at once."""
+        return [min(mine, key=lambda o: (o.held.always, o.kept_bytes)) for mine in self.options]
+
     def smallest(self) -> list[Option]:
         """Return the options that need least, as far as changing one after another can tell."""
-        frugal = [min(mine, key=lambda o: (o.held.always, o.kept_bytes)) for mine in self.options]
-        starts = [frugal, self._lowered(self.fastest())]
+        starts = [self.frugal(), self._lowered(self.fastest())]
         return min((self._changed(start) for start in starts), key=self._peak)
 
     def _peak(self, chosen: Sequence[Option]) -> int:

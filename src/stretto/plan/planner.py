@@ -134,7 +134,7 @@ def _least_traffic(
     if len(choosing.options) > _SPLIT_UNITS:
         return
     split = Split(profile, choosing)
-    least = split.least_bytes
+    least = min(budget, choosing.footprints.peak(choosing.tightest(choosing.frugal())))
     for share in _SHARES:
         chosen = split.least_traffic(round(least + share * (budget - least)), solver)
         if chosen is not None:

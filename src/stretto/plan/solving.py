@@ -102,6 +102,8 @@ def _read(stream: IO[bytes]) -> dict[str, NDArray[np.float64]] | None:
 
 
 def _serve() -> None:
+    import scipy.optimize  # noqa: F401 - now, while the problem is still being posed
+
     with suppress(BrokenPipeError):
         while (problem := _read(sys.stdin.buffer)) is not None:
             _write(sys.stdout.buffer, _solve(problem))

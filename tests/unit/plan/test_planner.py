@@ -232,3 +232,19 @@ def test_units_are_shared_out_inside_hosts_where_the_link_between_is_slow():
     assert any(unit.in_host for unit in inside.plan.units)
     assert not any(unit.in_host for unit in across.plan.units)
     assert inside.step_s < 0.9 * across.step_s
+
+
+def test_a_plan_has_a_barrier_only_where_ranks_that_part_lose_more_than_it_forbids():
+    profile, budget = profiles()["vgg16_10"], budget_of("vgg16_10", "high")
+    free = planned_for("vgg16_10", "high")
+    met = make_plan(profile, budget, barrier=True)
+    assert not free.plan.barrier
+    assert met.step_s > free.step_s
+    worth = met.step_s / free.step_s
+    for parting, barrier in ((0.9, False), ((1 + worth) / 2, False), (1.1 * worth, True)):
+        found = make_plan(profile.model_copy(update={"parting": parting}), budget)
+        assert found.plan.barrier == barrier
+        expected_s = met.step_s if barrier else parting * free.step_s
+        assert found.step_s == pytest.approx(expected_s, rel=0.01)
+        assert found.bound_s == pytest.approx(min(parting * free.bound_s, met.bound_s), rel=0.01)
+        assert found.peak_bytes <= budget

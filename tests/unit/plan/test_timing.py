@@ -56,6 +56,35 @@ def test_sums_for_all_take_twice_as_long_and_nothing_is_gathered():
     assert timed.step_s == pytest.approx(16 + 1 + 2)
 
 
+def test_gathers_may_take_longer_than_sums_of_as_many_bytes():
+    # By hand, as above, with gathers of a 10-13 and of b 13-19: forward of a 13-14, of b 19-21.
+    timed = time_plan(named_plan("dear", TWO), profile_of(TWO, gather_ratio=1.5))
+    assert timed.step_s == pytest.approx(21)
+    # A sum for all is a sum for each owner, and a gather: reductions 4-14 and 14-19.
+    assert time_plan(named_plan("ddp", TWO), profile_of(TWO, gather_ratio=1.5)).step_s == (
+        pytest.approx(19 + 1 + 2)
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_without_a_barrier_all_takes_longer_where_ranks_that_part_lose_by_it(name):
+    plain = profile_of(TWO, latency_s=0.1)
+    parted = plain.model_copy(update={"parting": 1.25})
+    free = named_plan(name, TWO)
+    assert time_plan(free, parted).step_s == pytest.approx(1.25 * time_plan(free, plain).step_s)
+    met = with_barrier(free)
+    assert time_plan(met, parted).step_s == pytest.approx(time_plan(met, plain).step_s)
+
+
+def test_what_ranks_lose_that_part_is_counted_once():
+    parted = profile_of(TWO, latency_s=0.1, hosts=1).model_copy(update={"parting": 1.25})
+    once = parted.run_by(barrier=False)
+    assert once.run_by(barrier=False) == once
+    assert parted.run_by(barrier=True) is parted
+    assert once.update_s == 1.25 * parted.update_s
+    assert once.link.across_s(1e3) == pytest.approx(1.25 * parted.link.across_s(1e3))
+
+
 def test_a_latency_is_paid_for_each_message():
     plan = named_plan("dear", TWO)
     late = time_plan(plan, profile_of(TWO, latency_s=0.5))
