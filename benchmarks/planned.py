@@ -9,10 +9,8 @@ ours over the best preset that fits, over FSDP2 with no more memory, and over wh
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-from record import record
+from record import ROOT, folder_of, record
 
 HOSTS = 4
 Row = dict[str, object]
@@ -35,13 +33,13 @@ def measure(name: str, rate: str, runs: str) -> int:
     """Measure one run at one rate; return its exit code."""
     lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--", "stretto"]
     run = f"benchmarks/runs/{name}.toml"
-    with tempfile.TemporaryDirectory() as folder:
-        profile = str(Path(folder) / "profile.json")
-        code, _ = record(f"profile_{name}_{rate}", [*lab, "profile", run, "--out", profile])
-        if code:
-            return code
-        bench = [*lab, "bench", "plans", profile, "--run", run, "--runs", runs, "--json"]
-        code, rows = record(f"planned_{name}_{rate}", bench)
+    first = f"profile_{name}_{rate}"
+    profile = str((folder_of(first) / "profile.json").relative_to(ROOT))
+    code, _ = record(first, [*lab, "profile", run, "--out", profile])
+    if code:
+        return code
+    bench = [*lab, "bench", "plans", profile, "--run", run, "--runs", runs, "--json"]
+    code, rows = record(f"planned_{name}_{rate}", bench)
     for row in rows:
         if row["budget"] is not None:
             print(f"{name} at {rate}: {told(row, rows)}")

@@ -34,7 +34,7 @@ def main() -> int:
 
 def record(name: str, command: list[str]) -> tuple[int, list[dict[str, object]]]:
     """Run ``command`` from the project's folder, write its record; return code and results."""
-    folder = RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{name}"
+    folder = folder_of(name)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"recording {' '.join(command)}", file=sys.stderr)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -54,6 +54,11 @@ def record(name: str, command: list[str]) -> tuple[int, list[dict[str, object]]]
     (folder / "log.txt").write_text("".join(said) + f"exit code {code}\n")
     (folder / "result.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results))
     return code, results
+
+
+def folder_of(name: str) -> Path:
+    """Return where today's record of that name is kept."""
+    return RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{name}"
 
 
 def machine() -> dict[str, object]:

@@ -11,7 +11,6 @@ preset or a random plan.
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 from benchmarks.profiles import profiles
-from benchmarks.record import RECORDS, record
+from benchmarks.record import folder_of, record
 from stretto.plan.footprint import Footprints
 from stretto.plan.handsplit import even_shares, random_candidates, split_curve
 from stretto.plan.planner import make_plan
@@ -96,7 +95,7 @@ def main() -> int:
 def keep(arguments: Sequence[str]) -> int:
     """Record a comparison and lay its picture beside it."""
     code, results = record(NAME, ["python", "-m", "benchmarks.split_curve", *arguments])
-    folder = RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{NAME}"
+    folder = folder_of(NAME)
     (folder / "curve.svg").write_text(draw(results), encoding="utf-8")
     return code
 
