@@ -1,7 +1,9 @@
-"""Memory split by hand against the planner, which splits it itself: predicted, four profiles.
+"""Memory split by hand against the planner, which splits it itself: predicted, and measured.
 
     python -m benchmarks.split_curve [--shares 16] [--random 200] [--profiles NAME ...]
     python -m benchmarks.split_curve --record     the same as a record, with a picture: curve.svg
+    python -m benchmarks.split_curve --measure PROFILE RUN [--rate 800mbit] [--shares 8] [--runs 7]
+                                                  a record of steps in a box of four hosts, drawn
 
 The budget is the mean of what zero3 needs (prefetch 1, pending 1) and what zero2 needs (prefetch
 1), both with a barrier. One JSON object a profile: a step for each share of the budget that may go
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
@@ -80,7 +83,12 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--profiles", nargs="+", default=list(profiles()))
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--measure", nargs=2, metavar=("PROFILE", "RUN"))
+    parser.add_argument("--rate", default="800mbit")
+    parser.add_argument("--runs", default="7")
     args = parser.parse_args()
+    if args.measure:
+        return measure(*args.measure, args.rate, args.shares, args.runs)
     asked = ["--shares", str(args.shares), "--random", str(args.random)]
     if args.record:
         return keep([*asked, "--profiles", *args.profiles])
@@ -98,6 +106,32 @@ def keep(arguments: Sequence[str]) -> int:
     folder = folder_of(NAME)
     (folder / "curve.svg").write_text(draw(results), encoding="utf-8")
     return code
+
+
+def measure(profile: str, run: str, rate: str, shares: int, runs: str) -> int:
+    """Time a split by hand in a cluster in a box, keep it, draw it beside what was told."""
+    name = f"split_{Path(run).stem}_{rate}"
+    lab = ["stretto", "lab", "--hosts", "4", "--rate", rate, "--", "stretto", "bench", "plans"]
+    asked = [profile, "--run", run, "--shares", str(shares), "--runs", runs, "--json"]
+    code, rows = record(name, [*lab, *asked])
+    if code == 0:
+        panels = [as_panel(rows, "told_s", "told"), as_panel(rows, "step_s", "measured")]
+        (folder_of(name) / "curve.svg").write_text(draw(panels), encoding="utf-8")
+    return code
+
+
+def as_panel(rows: Sequence[dict[str, Any]], seconds: str, word: str) -> dict[str, Any]:
+    """Return what `panel` draws, of the rows of `stretto bench plans --shares`."""
+    planned = next(row for row in rows if row["name"].startswith("planned"))
+    splits = [row for row in rows if row["name"].startswith("split")]
+    budget = planned["budget"]
+    return {
+        "profile": word,
+        "budget": budget,
+        "shares": [float(row["name"].split()[1].rstrip("%")) / 100 * budget for row in splits],
+        "split_s": [row[seconds] for row in splits],
+        "planned_s": planned[seconds],
+    }
 
 
 def budgets(profile: Profile) -> tuple[int, int]:
@@ -200,19 +234,21 @@ def draw(results: Sequence[dict[str, Any]]) -> str:
 def panel(one: dict[str, Any]) -> Iterable[str]:
     """Yield the elements of one profile's panel."""
     steps_ms = [step_s * 1e3 for step_s in one["split_s"]]
-    marks = {"planned": one["planned_s"] * 1e3, "bound": one["bound_s"] * 1e3}
-    if one["preset_s"] is not None:
-        marks["best preset"] = one["preset_s"] * 1e3
+    marks = {"planned": one["planned_s"] * 1e3}
+    for name, key in (("bound", "bound_s"), ("best preset", "preset_s")):
+        if one.get(key) is not None:
+            marks[name] = one[key] * 1e3
     highest, lowest = max(steps_ms), min(*steps_ms, *marks.values())
     margin = 0.06 * (highest - lowest)
-    x = Axis(one["shares"][0] / 1e9, one["budget"] / 1e9, LEFT, WIDTH - RIGHT)
+    unit, size = unit_of(one["budget"])
+    x = Axis(one["shares"][0] / size, one["budget"] / size, LEFT, WIDTH - RIGHT)
     y = Axis(lowest - margin, highest + margin, HEIGHT - BOTTOM, TOP)
     yield from heading(one, marks)
-    yield from axes(x, y)
+    yield from axes(x, y, unit)
     for (name, value), colour in zip(marks.items(), (PALETTE[1], OTHER, PALETTE[2]), strict=False):
         if value <= y.high:
             yield level(name, value, colour, x, y)
-    points = [(x.at(s / 1e9), y.at(ms)) for s, ms in zip(one["shares"], steps_ms, strict=True)]
+    points = [(x.at(s / size), y.at(ms)) for s, ms in zip(one["shares"], steps_ms, strict=True)]
     path = " ".join(f"{px},{py}" for px, py in points)
     yield f'<polyline points="{path}" fill="none" stroke="{PALETTE[0]}" stroke-width="2"/>'
     for px, py in points:
@@ -221,19 +257,28 @@ def panel(one: dict[str, Any]) -> Iterable[str]:
 
 def heading(one: dict[str, Any], marks: dict[str, float]) -> Iterable[str]:
     """Yield what a panel shows, in words; what is off its scale, too."""
-    title = f"{one['profile']}: {one['budget'] / 1e9:.2f} GB a rank"
-    best, median = one["random_best_s"] * 1e3, one["random_median_s"] * 1e3
+    unit, size = unit_of(one["budget"])
+    title = f"{one['profile']}: {one['budget'] / size:.2f} {unit} a rank"
     lines = [
         f"split by hand: best {min(one['split_s']) * 1e3:.1f} ms",
         ", ".join(f"{name} {value:.1f} ms" for name, value in marks.items()),
-        f"{one['random_plans']} random plans: best {best:.1f} ms, median {median:.1f} ms",
     ]
+    if "random_plans" in one:
+        best, median = one["random_best_s"] * 1e3, one["random_median_s"] * 1e3
+        lines.append(
+            f"{one['random_plans']} random plans: best {best:.1f} ms, median {median:.1f} ms"
+        )
     yield f'<text x="{LEFT}" y="20" font-size="14" font-weight="600">{escape(title)}</text>'
     for place, line in enumerate(lines):
         yield _text(LEFT, 38 + 15 * place, line, "start")
 
 
-def axes(x: Axis, y: Axis) -> Iterable[str]:
+def unit_of(num_bytes: float) -> tuple[str, float]:
+    """Return in what a budget is told."""
+    return ("GB", 1e9) if num_bytes >= 1e9 else ("MB", 1e6)
+
+
+def axes(x: Axis, y: Axis, unit: str) -> Iterable[str]:
     """Yield lines and labels of both axes."""
     digits = 2 if x.high - x.low < 2 else 1
     for value in x.ticks:
@@ -242,7 +287,7 @@ def axes(x: Axis, y: Axis) -> Iterable[str]:
         yield _text(LEFT - 6, y.at(value) + 4, f"{value:.4g}", "end")
         yield f'<path d="M{LEFT} {y.at(value)}H{WIDTH - RIGHT}" stroke="#e4e8ee"/>'
     middle = (LEFT + WIDTH - RIGHT) / 2
-    yield _text(middle, HEIGHT - 10, "GB of the budget for keeping parameters", "middle")
+    yield _text(middle, HEIGHT - 10, f"{unit} of the budget for keeping parameters", "middle")
     yield _text(4, TOP - 10, "ms a step", "start")
 
 

@@ -1,5 +1,6 @@
 """From a profile of two real ranks to a plan, and from there to training, in every way there is."""
 
+import json
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from tests.multi.small_run import RUN, last_tensors, same, stretto
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
 SHARDED = RUN.replace('fusion = "2KB"\nalgorithm = "native, ring from 1KB"', 'kind = "sharded"')
 MEMORY = "5MB"
 
@@ -94,3 +95,50 @@ def test_too_little_memory_ends_the_run_with_the_least_that_would_do(known, fold
     assert "Traceback" not in done.stderr
     assert all("failed" in line for line in rest), "the launcher names the rank, and no more"
     assert not (folder / "runs" / "little" / "plan.json").exists()
+
+
+def benched(folder, *words):
+    """Time plans of the profile on two ranks; return what was seen of each, by name."""
+    done = on_two(
+        folder, "bench", "plans", "profile.json", "--run", "run.toml", "--runs", "1", *words
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+def test_plans_are_timed_beside_presets_and_fsdp2_within_the_budgets_of_presets(folder):
+    seen = benched(folder, "--json")
+    assert {"ddp", "zero2, 1 ahead", "zero3, 2 ahead", "dear"} <= set(seen)
+    assert any(name.startswith("fsdp2") for name in seen)
+    budgets = [seen[f"planned, {word}"]["budget"] for word in ("low", "middle", "high")]
+    assert budgets[0] == seen["zero3, 1 ahead"]["told_bytes"]
+    assert budgets[2] == seen["zero2, 1 ahead"]["told_bytes"]
+    assert budgets[1] == (budgets[0] + budgets[2]) // 2
+    for row in seen.values():
+        assert row["step_s"] > 0
+        if row["budget"] is not None:
+            assert row["told_bytes"] <= row["budget"]
+
+
+def test_a_budget_that_is_split_by_hand_is_timed_beside_its_plan_and_nobody_else(folder):
+    seen = benched(folder, "--shares", "3", "--json")
+    splits = [row for name, row in seen.items() if name.startswith("split")]
+    assert set(seen) == {"no communication", "planned, middle", *(row["name"] for row in splits)}
+    assert 1 <= len(splits) <= 3
+    for row in splits:
+        assert row["told_bytes"] <= row["budget"] == seen["planned, middle"]["budget"]
+        assert row["told_s"] >= seen["planned, middle"]["told_s"] * (1 - 1e-9)
+
+
+def test_a_profile_of_other_ranks_and_fewer_than_no_shares_are_refused(folder):
+    profile = read_profile(folder / "profile.json")
+    link = profile.link.model_copy(update={"ranks": 3})
+    (folder / "three.json").write_text(profile.model_copy(update={"link": link}).model_dump_json())
+    for words, said in (
+        (["three.json"], "three.json is a profile of 3 ranks, here are 2: make it anew on these"),
+        (["profile.json", "--shares", "-1"], "--shares -1: expected how many, or 0 for none"),
+    ):
+        done = on_two(folder, "bench", "plans", *words, "--run", "run.toml")
+        assert done.returncode != 0
+        assert f"stretto: {said}\n" in done.stderr, "torchrun adds words of its own"

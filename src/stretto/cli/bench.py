@@ -62,6 +62,7 @@ def plans(
     run: Path | None = None,
     runs: int = 5,
     device: str = "cpu",
+    shares: int = 0,
     json_: bool = False,
 ) -> int:
     """Plans for three budgets beside presets and FSDP2: seconds, bytes, and what was promised.
@@ -80,6 +81,8 @@ def plans(
         Interleaved repetitions; the median counts.
     device
         cpu (Gloo) or cuda (NCCL).
+    shares
+        Instead: the middle budget split by hand in so many ways, beside the plan for it.
     json_
         One object a line on standard output.
     """
@@ -87,7 +90,7 @@ def plans(
     from stretto.recipes import load_run
     from stretto.recipes.benchmarks import gpt_25mb
     from stretto.run import RunConfig
-    from stretto.study.plans import as_rows, bench_plans
+    from stretto.study.plans import Asked, as_rows, bench_plans
 
     world = _world("plans", runs)
     if run is not None:
@@ -95,7 +98,7 @@ def plans(
     else:
         config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
     say = _say if world.rank == 0 else lambda _: None
-    seen = bench_plans(config, world, profile, runs=runs, device=device, say=say)
+    seen = bench_plans(config, world, profile, Asked(runs, device, shares), say)
     if world.rank == 0:
         _print_seen(as_rows(seen), as_json=json_)
     return 0
