@@ -2,7 +2,9 @@
 
 An operation takes as long as its arithmetic, or as the bytes that it reads and writes, whichever is
 longer, at two stated rates. What autograd saves and what lives at once are counted as they are
-measured (`stretto.measure.profile`). Attention is taken to be fused, where it can be.
+measured (`stretto.measure.profile`). Attention is taken to be fused, where it can be. Who asks
+whether something holds of numbers, which are not there, is told yes: models ask whether they may
+leave something out, as a mask that hides nothing.
 """
 
 import copy
@@ -101,7 +103,7 @@ def _estimated(subject: Subject, rates: Rates) -> list[UnitCost]:
     model = on_meta(subject.model)
     batch = tuple(tensor.to("meta") for tensor in subject.batch)
     sample = Sample(lambda: subject.loss(model, batch), batch)
-    with _FusedAttention():
+    with _FusedAttention(), _Yes():
         with torch.no_grad():
             calls = called_modules(model, sample.forward)
         units = subject.find(model, calls)
@@ -154,6 +156,28 @@ class _FusedAttention(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention and not named.get("enable_gqa"):
             return _fused(*args, **named)
         return func(*args, **named)
+
+
+class _Yes(TorchFunctionMode):
+    """Answers questions to numbers that are not there, but not those of a loop without end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers_left = 10_000
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        if func is Tensor.__bool__ and args[0].is_meta and args[0].dtype is torch.bool:
+            self._answers_left -= 1
+            if self._answers_left < 0:
+                raise RuntimeError("it asks for numbers without end")
+            return True
+        return func(*args, **(kwargs or {}))
 
 
 def _fused(

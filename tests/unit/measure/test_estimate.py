@@ -106,6 +106,40 @@ class Looks(nn.Module):
         return self.layer(x) if x.sum().item() > 0 else x
 
 
+class Asks(nn.Module):
+    """Leaves a mask out that hides nothing, as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = torch.zeros(x.shape, device=x.device)
+        if not (hidden == 0).all():
+            raise AssertionError("a mask of zeros hides nothing")
+        return self.layer(x)
+
+
+def test_a_model_that_asks_whether_it_may_leave_something_out_is_told_yes():
+    (unit,) = estimated(Asks(), (torch.ones(2, 4), torch.zeros(2, dtype=torch.long)))
+    assert unit.numel == 20
+    assert unit.forward_s > 0
+
+
+class Repeats(Asks):
+    """Goes on until something no longer holds."""
+
+    def forward(self, x):
+        while (x < 1).any():
+            x = x + 1
+        return self.layer(x)
+
+
+def test_a_model_that_asks_without_end_is_told_to_be_measured():
+    with pytest.raises(ConfigError, match=r"without end.*measure it"):
+        estimated(Repeats(), (torch.ones(2, 4), torch.zeros(2, dtype=torch.long)))
+
+
 def test_a_model_that_needs_numbers_is_told_to_be_measured():
     with pytest.raises(ConfigError, match=r"cannot be estimated.*measure it") as told:
         estimated(Looks(), (torch.ones(2, 4),), using=lambda m, b: m(b[0]).sum())
