@@ -4,8 +4,7 @@
 
 Random GPTs and budgets, two NCCL ranks. Each model is profiled (units and their activations, on the
 GPU), planned for a budget, and trained for a few steps under
-`torch.cuda.set_per_process_memory_fraction`. Room that the allocator needs to be able to give out
-what was asked for (it rounds, and does not move what it gave) is a stated share on top.
+`torch.cuda.set_per_process_memory_fraction` at that budget.
 """
 
 import argparse
@@ -21,6 +20,7 @@ from benchmarks.budgets import drawn_budget
 from stretto.cluster.detect import detect
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
+from stretto.measure.allocator import as_taken
 from stretto.measure.profile import Sample, measure_units, other_bytes, slowest
 from stretto.model import GPTConfig, build_model, per_sample_loss
 from stretto.optim import SGDConfig, make_optimizer
@@ -32,10 +32,6 @@ from stretto.strategy.sharded.known import Known
 from stretto.strategy.sharded.strategy import Sharded
 
 STEPS = 5
-SHARE = 1.10
-"""Of the budget that the allocator may reserve: it keeps pieces that fit nothing."""
-FIXED = 128 << 20
-"""And this much for workspaces of libraries, which no profile sees."""
 
 
 def main() -> int:
@@ -82,13 +78,14 @@ def run_pair(seed: int, channel: Channel) -> dict[str, object]:
         calls = called_modules(model, lambda: loss(model))
     units = find_units(model, 100_000, calls)
     sample = Sample(lambda: loss(model), (tokens,))
-    profile = Profile(
+    found = Profile(
         units=tuple(slowest(measure_units(model, units, sample, 3), channel)),
         link=Link(ranks=2, latency_s=1e-4, bytes_per_s=5e9, lanes=2),
         state_bytes=4,
         other_bytes=other_bytes(model, (tokens,)),
         unit_bytes=400_000,
     )
+    profile = as_taken(found, "cuda")
     barrier = draw.random() < 0.3
     budget = drawn_budget(profile, Allowed(barrier=barrier), draw)
     own = copy.deepcopy(model).cpu()
@@ -122,8 +119,7 @@ def _train(model, loss, config, profile, calls, barrier, channel) -> int:  # noq
         model, make_optimizer(SGDConfig(lr=0.01, momentum=0.9), model)
     )
     _empty()
-    limit = (SHARE * config.memory + FIXED) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, config.memory / total))
     try:
         for step in range(STEPS):
             if step == 2:

@@ -1,6 +1,7 @@
-"""Planned steps against presets and FSDP2 at equal memory, in a cluster in a box.
+"""Planned steps against presets and FSDP2 at equal memory, in a cluster in a box or on one GPU.
 
     python benchmarks/planned.py [vgg gpt] [--rate 800mbit] [--runs 5]
+    python benchmarks/planned.py --gpu [vgg_gpu gpt_gpu gpt2_gpu vit_gpu]   two NCCL ranks
 
 For each run of `benchmarks/runs` a profile is measured, then plans for three budgets are timed
 beside everybody else, interleaved; both keep records. What is claimed of each budget is told:
@@ -9,11 +10,29 @@ ours over the best preset that fits, over FSDP2 with no more memory, and over wh
 
 import argparse
 import sys
+from typing import NamedTuple
 
 from record import ROOT, folder_of, record
 
 HOSTS = 4
+IN_BOX, ON_GPU = ["vgg", "gpt"], ["vgg_gpu", "gpt_gpu", "gpt2_gpu", "vit_gpu"]
+ONE_GPU = ["python3", "benchmarks/one_gpu.py", "--hosts", "2", "--", "python3", "-m", "stretto"]
 Row = dict[str, object]
+
+
+class Place(NamedTuple):
+    """Where steps are measured."""
+
+    name: str
+    stretto: list[str]
+    """The command, as every rank of that place."""
+    device: str
+
+
+def box(rate: str) -> Place:
+    """Return four hosts with links of such a rate."""
+    lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--", "stretto"]
+    return Place(rate, lab, "cpu")
 
 
 def main() -> int:
@@ -21,28 +40,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", default=["vgg", "gpt"])
+    parser.add_argument("names", nargs="*")
     parser.add_argument("--rate", default="800mbit")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--runs", default="5")
     args = parser.parse_args()
-    codes = [measure(name, args.rate, args.runs) for name in args.names]
-    return max(codes)
+    place = Place("2x1", ONE_GPU, "cuda") if args.gpu else box(args.rate)
+    names = args.names or (ON_GPU if args.gpu else IN_BOX)
+    return max([measure(name, place, args.runs) for name in names])
 
 
-def measure(name: str, rate: str, runs: str) -> int:
-    """Measure one run at one rate; return its exit code."""
-    lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--", "stretto"]
-    run = f"benchmarks/runs/{name}.toml"
-    first = f"profile_{name}_{rate}"
+def measure(name: str, place: Place, runs: str) -> int:
+    """Measure one run in one place; return its exit code."""
+    run, device = f"benchmarks/runs/{name}.toml", ["--device", place.device]
+    first = f"profile_{name}_{place.name}"
     profile = str((folder_of(first) / "profile.json").relative_to(ROOT))
-    code, _ = record(first, [*lab, "profile", run, "--out", profile])
+    code, _ = record(first, [*place.stretto, "profile", run, *device, "--out", profile])
     if code:
         return code
-    bench = [*lab, "bench", "plans", profile, "--run", run, "--runs", runs, "--json"]
-    code, rows = record(f"planned_{name}_{rate}", bench)
+    asked = [profile, "--run", run, *device, "--runs", runs, "--json"]
+    code, rows = record(f"planned_{name}_{place.name}", [*place.stretto, "bench", "plans", *asked])
     for row in rows:
         if row["budget"] is not None:
-            print(f"{name} at {rate}: {told(row, rows)}")
+            print(f"{name} at {place.name}: {told(row, rows)}")
     return code
 
 

@@ -33,8 +33,8 @@ def profiles() -> dict[str, Profile]:
     """Return the profiles by name, with the rate of the link in it."""
     return {
         "vgg16_10": Profile(units=vgg16(images=64), link=_link(10), state_bytes=4),
-        "moe_60": in_half(moe(tokens=8192), 60),
-        "moe_120": in_half(moe(tokens=8192), 120),
+        "moe_60": in_half(moe(tokens=7680), 60),
+        "moe_120": in_half(moe(tokens=7680), 120),
         "gpt_80": in_half(gpt(tokens=4096), 80),
     }
 

@@ -59,7 +59,8 @@ class Footprints:
                 ranks, grain = link.per_host, ALIGN * link.hosts
             layout = lay_unit(cost.tensors or (cost.numel,), unit.blocks, ranks, grain)
             # The first rank's chunks are filled before others'.
-            self._known[key] = holding(unit, layout, self._profile.widths, 0, barrier)
+            held = holding(unit, layout, self._profile.widths, 0, barrier)
+            self._known[key] = held.with_holes(self._profile.holes)
         return self._known[key]
 
     def _arriving(self, plan: Plan) -> int:

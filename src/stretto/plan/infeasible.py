@@ -46,7 +46,7 @@ def _what_dominates(plan: Plan, profile: Profile, footprints: Footprints) -> str
         "activations (a smaller batch, or strategy.checkpoint)": activations,
         "chunks and optimizer state (more ranks)": always,
         "whole parameters and gradients of the unit that runs (smaller units)": travels,
-        "buffers, frozen parameters and the batch": profile.other_bytes,
+        "buffers, frozen parameters, the batch, workspaces of libraries": profile.other_bytes,
     }
     most = max(parts, key=parts.__getitem__)
     return f"of which {format_bytes(parts[most])} are {most}, in {plan.slots.name(slot)}"

@@ -6,6 +6,7 @@ the slot at which their gather may begin, and gradients until the slot that wait
 keeps more.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,6 +46,21 @@ class Holding:
     """Of each block's sums, where they are copied for the update; else nothing."""
     in_place: bool
     """Whether an update that waits for all gradients finds them where they were reduced."""
+
+    def with_holes(self, share: float) -> "Holding":
+        """Return it as an allocator takes it that leaves such a share of it unused."""
+
+        def taken(num_bytes: int) -> int:
+            return math.ceil(num_bytes * (1 + share))
+
+        return Holding(
+            taken(self.always),
+            taken(self.gathered),
+            self.inside,  # subtracted: what lies around it stays
+            tuple(map(taken, self.gradients)),
+            tuple(map(taken, self.reduced)),
+            self.in_place,
+        )
 
 
 def holding(unit: Unit, layout: UnitLayout, widths: Widths, rank: int, barrier: bool) -> Holding:

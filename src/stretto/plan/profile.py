@@ -1,5 +1,6 @@
 """What a model takes, unit by unit, and what a link takes: all that a plan's time depends on."""
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -45,6 +46,13 @@ class UnitCost(Value):
         """Return it taking so many times as long."""
         seconds = {"forward_s": self.forward_s * longer, "backward_s": self.backward_s * longer}
         return self.model_copy(update=seconds)
+
+    def with_holes(self, share: float) -> "UnitCost":
+        """Return it with such a share of its bytes on top."""
+        fields = ("activation_bytes", "input_bytes", "workspace_bytes")
+        return self.model_copy(
+            update={name: math.ceil(getattr(self, name) * (1 + share)) for name in fields}
+        )
 
 
 class Link(Value):
@@ -129,6 +137,9 @@ class Profile(Saved):
     """How many times as long everything takes where no barrier keeps the ranks together."""
     other_bytes: int = Field(default=0, ge=0)
     """What the model keeps besides: buffers, frozen parameters, the batch."""
+    holes: float = Field(default=0.0, ge=0)
+    """What an allocator takes around states and travel, as a share of them; that around everything
+    else is counted there."""
     source: str = ""
     """Where these figures are from."""
     unit_bytes: int | None = Field(default=None, ge=0)
@@ -180,6 +191,19 @@ class Profile(Saved):
         backward = [unit.backward_s + unit.forward_s * twice for unit, twice in again]
         forward = [unit.forward_s for unit in self.units]
         return [*reversed(backward), self.update_s if barrier else 0.0, *forward]
+
+    def with_holes(self, share: float, fixed_bytes: int) -> "Profile":
+        """Return it for an allocator that needs such a share on top, and so many bytes by itself.
+
+        Budgets are then what the allocator may take, not what it gives out.
+        """
+        return self.model_copy(
+            update={
+                "units": tuple(unit.with_holes(share) for unit in self.units),
+                "other_bytes": math.ceil(self.other_bytes * (1 + share)) + fixed_bytes,
+                "holes": share,
+            }
+        )
 
     def run_by(self, *, barrier: bool) -> "Profile":
         """Return what it is for plans that have a barrier, or have none."""

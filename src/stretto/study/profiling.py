@@ -12,6 +12,7 @@ from stretto.cluster.world import World
 from stretto.comm.channel import Channel
 from stretto.comm.connect import connect
 from stretto.errors import ConfigError, StrettoError
+from stretto.measure.allocator import as_taken
 from stretto.measure.interleave import largest
 from stretto.measure.messages import measure_line
 from stretto.measure.profile import Sample, measure_units, measure_update, other_bytes, slowest
@@ -171,6 +172,7 @@ def _measured(
         unit_bytes=unit_bytes,
         **widths_of(ingredients),
     )
+    found = as_taken(found, asked.device)
     if cluster is not None or channel.size == 1:
         return found
     whole = build_model(config.model, config.run.seed).to(asked.device)

@@ -12,6 +12,7 @@ from stretto.comm.buckets import WIRE
 from stretto.comm.channel import Channel
 from stretto.data import Source
 from stretto.errors import ConfigError
+from stretto.measure.allocator import as_taken
 from stretto.measure.estimate import Rates, Subject, estimate_units, on_meta, parse_rates
 from stretto.measure.profile import other_bytes, remembered_bytes
 from stretto.model import per_sample_loss
@@ -134,7 +135,7 @@ def estimate_profile(run: Ingredients, cluster: Cluster, device: str, called: st
     widths = widths_of(run)
     # An update reads gradients, reads and writes what is kept and remembered.
     moved = 3 * widths["kept_bytes"] + 2 * widths["state_bytes"]
-    return Profile(
+    found = Profile(
         units=tuple(costs),
         link=link.model_copy(update={"copies": device == "cpu"}),
         update_s=moved * sum(cost.numel for cost in costs) / rates.bytes_per_s,
@@ -143,6 +144,7 @@ def estimate_profile(run: Ingredients, cluster: Cluster, device: str, called: st
         unit_bytes=unit_bytes,
         **widths,
     )
+    return as_taken(found, device)
 
 
 def needs_estimate(strategy: ShardedConfig) -> bool:

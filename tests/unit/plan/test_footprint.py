@@ -62,3 +62,17 @@ def test_what_stays_is_nowhere_but_in_what_is_always_kept():
     parts = Footprints(SINGLE).parts(named_plan("zero1", SHAPES))
     assert set(parts["whole parameters"]) == set(parts["gradients waiting"]) == {0}
     assert len(set(parts["always kept"])) == 1
+
+
+@pytest.mark.parametrize("profile", [SINGLE, HALF], ids=["single", "half"])
+@pytest.mark.parametrize("seed", range(10))
+def test_an_allocator_with_holes_takes_its_share_in_every_slot(profile, seed):
+    plan, taken = random_plan(SHAPES, seed), profile.with_holes(0.1, 5000)
+    given = Footprints(profile).curve(plan)
+    curve = Footprints(taken).curve(plan)
+    assert all(
+        1.1 * less + 5000 <= more <= 1.25 * less + 5100
+        for less, more in zip(given, curve, strict=True)
+    )
+    assert added(Footprints(taken).parts(plan)) == curve
+    assert Footprints(profile.with_holes(0.0, 0)).curve(plan) == given

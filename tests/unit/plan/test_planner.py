@@ -97,7 +97,12 @@ def test_no_eager_preset_that_fits_is_faster_than_the_plan(name, place):
 
 @pytest.mark.parametrize(
     ("name", "place", "times"),
-    [("vgg16_10", "high", 1.3), ("moe_60", "middle", 1.12), ("gpt_80", "middle", 1.12)],
+    [
+        ("vgg16_10", "high", 1.3),
+        ("moe_60", "middle", 1.12),
+        ("moe_120", "middle", 1.12),
+        ("gpt_80", "middle", 1.12),
+    ],
 )
 def test_plans_are_so_many_times_as_fast_as_the_best_eager_preset(name, place, times):
     assert min(eager_steps_s(name, place)) / planned_for(name, place).step_s >= times
@@ -169,7 +174,7 @@ def test_no_choice_of_options_needs_less_than_the_smallest(seed):
         ({"workspace_bytes": 10**8}, {}, "are activations"),
         ({}, {"state_bytes": 400}, "are chunks and optimizer state"),
         ({"numel": 10**6}, {}, "are whole parameters and gradients of the unit that runs"),
-        ({}, {"other_bytes": 10**9}, "are buffers, frozen parameters and the batch"),
+        ({}, {"other_bytes": 10**9}, "are buffers, frozen parameters, the batch"),
     ],
 )
 def test_who_asks_for_too_little_is_told_what_takes_most(unit, profile, said):
@@ -248,3 +253,16 @@ def test_a_plan_has_a_barrier_only_where_ranks_that_part_lose_more_than_it_forbi
         assert found.step_s == pytest.approx(expected_s, rel=0.01)
         assert found.bound_s == pytest.approx(min(parting * free.bound_s, met.bound_s), rel=0.01)
         assert found.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_what_is_planned_for_an_allocator_leaves_its_share_of_the_budget(seed):
+    given = drawn_profile(random.Random(seed))
+    profile = given.with_holes(0.1, 1000)
+    choosing = choosing_for(profile, Allowed())
+    least = least_for(choosing)
+    budget = least + least // 20
+    planned = make_plan(profile, budget)
+    assert 1.1 * Footprints(given).peak(planned.plan) + 1000 <= planned.peak_bytes <= budget
+    with pytest.raises(TooLittleMemoryError):
+        make_plan(profile, least - 1)
