@@ -76,10 +76,17 @@ def machine() -> dict[str, object]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_before": psutil.getloadavg()[0],
         "kernel": platform.release(),
+        "tcp_allowed": _allowed_congestion(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "stretto": _version("stretto"),
     }
+
+
+def _allowed_congestion() -> str:
+    """Return what TCP may do in a lab: cubic if it is there, else reno."""
+    told = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    return told.read_text().strip() if told.exists() else ""
 
 
 def _version(package: str) -> str:

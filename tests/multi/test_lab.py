@@ -61,6 +61,15 @@ def test_every_rank_runs_on_its_host_and_rank_zero_writes_to_our_output(capfd):
     assert [capfd.readouterr().out, *logged] == ["0 0 0\n", "1 0 1\n", "2 1 0\n", "3 1 1\n"]
 
 
+TCP = "print(open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip())"
+
+
+def test_tcp_does_on_a_full_link_what_most_machines_do_whatever_this_one_prefers(capfd):
+    result = run(LabSpec(hosts=2), TCP)
+    told = [capfd.readouterr().out, (result.logs / "rank-1.log").read_text()]
+    assert told in (["cubic\n"] * 2, ["reno\n"] * 2)
+
+
 SEND = """
 import os, socket, sys, time
 from stretto.launch.lab.plan import address

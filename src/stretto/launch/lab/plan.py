@@ -24,9 +24,11 @@ Place = int | Literal["head"]
 Command = tuple[str, ...]
 
 _NAMESPACE = re.compile(r"stretto-([0-9a-f]{6})-(?:switch|head|h[0-9]+)")
-_CONGESTION = ("cubic", "/proc/sys/net/ipv4/tcp_congestion_control")
-"""What TCP does when a link is full, whatever the machine's own choice: what most kernels do. BBR
-stands still for 200 ms every ten seconds, on each connection by itself."""
+_CONGESTION = "/proc/sys/net/ipv4/tcp_congestion_control"
+_SET_CONGESTION = f"echo cubic 2>/dev/null > {_CONGESTION} || echo reno > {_CONGESTION}"
+"""What TCP does when a link is full, whatever the machine's own choice: what most kernels do, or,
+where that is not among what the machine allows its namespaces, what all have. BBR stands still for
+200 ms every ten seconds, on each connection by itself."""
 _PACKETS = 1_000_000
 """Loss is expressed as so many packets of this many."""
 
@@ -143,7 +145,7 @@ def _attach(names: LabNames, place: Place) -> Iterator[Command]:
     yield (*host, "addr", "add", f"{address(place)}/24", "dev", names.link)
     yield (*host, "link", "set", "lo", "up")
     yield (*host, "link", "set", names.link, "up")
-    yield ("ip", "netns", "exec", inside, "sh", "-c", f"echo {_CONGESTION[0]} > {_CONGESTION[1]}")
+    yield ("ip", "netns", "exec", inside, "sh", "-c", _SET_CONGESTION)
 
 
 def _shape(names: LabNames, place: Place, bits_per_s: int) -> Iterator[Command]:
