@@ -2,8 +2,8 @@
 
     python -m benchmarks.split_curve [--shares 16] [--random 200] [--profiles NAME ...]
     python -m benchmarks.split_curve --record     the same as a record, with a picture: curve.svg
-    python -m benchmarks.split_curve --measure PROFILE RUN [--rate 800mbit] [--shares 8] [--runs 7]
-                                                  a record of steps in a box of four hosts, drawn
+    python -m benchmarks.split_curve --measure PROFILE RUN [table.key=value ...] [--rate 800mbit]
+        [--shares 8] [--runs 7]                   a record of steps in a box of four hosts, drawn
 
 The budget is the mean of what zero3 needs (prefetch 1, pending 1) and what zero2 needs (prefetch
 1), both with a barrier. One JSON object a profile: a step for each share of the budget that may go
@@ -83,12 +83,14 @@ def main() -> int:
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--profiles", nargs="+", default=list(profiles()))
     parser.add_argument("--record", action="store_true")
-    parser.add_argument("--measure", nargs=2, metavar=("PROFILE", "RUN"))
+    parser.add_argument("--measure", nargs="+", metavar="PROFILE, RUN, settings")
     parser.add_argument("--rate", default="800mbit")
     parser.add_argument("--runs", default="7")
     args = parser.parse_args()
     if args.measure:
-        return measure(*args.measure, args.rate, args.shares, args.runs)
+        profile, run, *overrides = args.measure
+        bench = [profile, *overrides, "--run", run, "--runs", args.runs]
+        return measure(Path(run).stem, args.rate, [*bench, "--shares", str(args.shares)])
     asked = ["--shares", str(args.shares), "--random", str(args.random)]
     if args.record:
         return keep([*asked, "--profiles", *args.profiles])
@@ -108,12 +110,11 @@ def keep(arguments: Sequence[str]) -> int:
     return code
 
 
-def measure(profile: str, run: str, rate: str, shares: int, runs: str) -> int:
+def measure(run: str, rate: str, asked: Sequence[str]) -> int:
     """Time a split by hand in a cluster in a box, keep it, draw it beside what was told."""
-    name = f"split_{Path(run).stem}_{rate}"
+    name = f"split_{run}_{rate}"
     lab = ["stretto", "lab", "--hosts", "4", "--rate", rate, "--", "stretto", "bench", "plans"]
-    asked = [profile, "--run", run, "--shares", str(shares), "--runs", runs, "--json"]
-    code, rows = record(name, [*lab, *asked])
+    code, rows = record(name, [*lab, *asked, "--json"])
     if code == 0:
         panels = [as_panel(rows, "told_s", "told"), as_panel(rows, "step_s", "measured")]
         (folder_of(name) / "curve.svg").write_text(draw(panels), encoding="utf-8")
