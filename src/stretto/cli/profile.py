@@ -97,6 +97,7 @@ def _summary(found: "Profile") -> list[str]:
         f"link of {link.ranks} ranks: {format_s(link.latency_s)} a message, "
         f"{format_bytes(link.bytes_per_s)}/s, {link.lanes} at once; worth joining up to "
         f"{format_bytes(block_bytes(link))}; a gather takes {link.gather_ratio:.2f} of a sum, "
+        f"a sum for all {link.sum_ratio:.2f} of both, "
         f"a step without a barrier {found.parting:.2f} times as long as told",
     ]
 

@@ -69,6 +69,8 @@ class Link(Value):
     """What of the rate one lane reaches where no other is busy."""
     gather_ratio: float = Field(default=1.0, gt=0)
     """How long a gather takes, in times of what a sum of as many bytes takes."""
+    sum_ratio: float = Field(default=1.0, gt=0)
+    """How long a sum for all takes, in times of a sum for each owner and a gather."""
     copies: bool = False
     """Whether what arrives on a lane needs room until it is added up: that of one rank's chunk."""
     hosts: int = Field(default=1, ge=1)
@@ -178,7 +180,8 @@ class Profile(Saved):
             outside = 2 * num_bytes * (hosts - 1) / hosts / self.link.bytes_per_s
             return inside_s + (self.link.latency_s + outside) * reduces
         # To sum for all is to sum for each owner, and to tell all: two messages in one.
-        turns += self.link.gather_ratio if unit.sharding is Sharding.DP else 0.0
+        if unit.sharding is Sharding.DP:
+            turns = (turns + self.link.gather_ratio) * self.link.sum_ratio
         return turns * self.link.across_s(num_bytes)
 
     def channel_s(self, plan: Plan) -> float:

@@ -1,12 +1,13 @@
 """A few real steps, so that a profile says what a run takes, not what its parts take alone.
 
 Units that are timed one by one, and messages that have all cores to themselves, are quicker than in
-a run: there ranks compute without a pause, and messages need cores, too. So five things are timed
+a run: there ranks compute without a pause, and messages need cores, too. So six things are timed
 in turn, as a run has them: steps without messages; zero2 with whole units and with blocks, and
-zero3, all three with a barrier before the update; and zero2 without one. The first stretches the
-units' seconds; then the link's rate, the latency of a message and what a gather takes are those
-with which the clock of plans says what the next three took. The last says what it costs that ranks
+zero3, all three with a barrier before the update; zero2 and ddp without one. The first stretches
+the units' seconds; then the link's rate, the latency of a message and what a gather takes are those
+with which the clock of plans says what the next three took. The fifth says what it costs that ranks
 do not wait for each other: where they share cores, those that are ahead take them from the others.
+The last says what a sum for all takes, whose update every rank makes whole.
 """
 
 import statistics
@@ -22,6 +23,7 @@ from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, Ours, Plain, Stage, alone
 
 _WHOLE, _CUT, _AGAIN, _APART = "whole units", "in blocks", "gathered again", "without a barrier"
+_FOR_ALL = "summed for all"
 _PARTS = 4
 """Blocks of a unit, about."""
 _HALVINGS = 12
@@ -50,6 +52,7 @@ class Rehearsed:
     cut: Step
     again: Step
     apart: Step
+    for_all: Step
 
 
 def rehearse(
@@ -67,6 +70,7 @@ def rehearse(
         _CUT: Ours(stage, cut, barrier=True),
         _AGAIN: Ours(stage, again, barrier=True),
         _APART: Ours(stage, base),
+        _FOR_ALL: Ours(stage, base.model_copy(update={"plan": "ddp"})),
     }
     plans = {name: one.plan for name, one in ours.items()}
     ready: dict[str, Contender] = {ALONE: Plain(stage, alone(stage)), **ours}
@@ -78,7 +82,12 @@ def rehearse(
         say(f"a step, {name}: {step_s * 1e3:.1f} ms")
     steps = {name: Step(plan, seconds[name]) for name, plan in plans.items()}
     return Rehearsed(
-        seconds[ALONE], steps[_WHOLE], steps[_CUT], again=steps[_AGAIN], apart=steps[_APART]
+        seconds[ALONE],
+        steps[_WHOLE],
+        steps[_CUT],
+        again=steps[_AGAIN],
+        apart=steps[_APART],
+        for_all=steps[_FOR_ALL],
     )
 
 
@@ -91,7 +100,20 @@ def fitted(profile: Profile, seen: Rehearsed) -> Profile:
     units = tuple(unit.stretched(longer) for unit in profile.units)
     profile = _with_gathers(profile.model_copy(update={"units": units}), seen)
     parting = seen.apart.step_s / time_plan(seen.apart.plan, profile).step_s
-    return profile.model_copy(update={"parting": parting})
+    return _with_sums(profile.model_copy(update={"parting": parting}), seen)
+
+
+def _with_sums(profile: Profile, seen: Rehearsed) -> Profile:
+    """Return the profile whose sums for all take so long that ddp takes its time."""
+    longer = seen.for_all.is_longer(profile)
+    near, far = 1.0, _MOST_RATIO if longer else 1 / _MOST_RATIO
+    for _ in range(_HALVINGS):
+        middle = (near + far) / 2
+        if seen.for_all.is_longer(_with_link(profile, sum_ratio=middle)) == longer:
+            near = middle
+        else:
+            far = middle
+    return _with_link(profile, sum_ratio=near)
 
 
 def _with_gathers(profile: Profile, seen: Rehearsed) -> Profile:

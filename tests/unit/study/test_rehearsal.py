@@ -19,17 +19,18 @@ WHOLE = named_plan("zero2", PROFILE.shapes, Wish(barrier=True))
 CUT = named_plan("zero2", PROFILE.shapes, Wish(block=max(SIZES) // 4, barrier=True))
 AGAIN = named_plan("zero3", PROFILE.shapes, Wish(2, 1, barrier=True))
 APART = named_plan("zero2", PROFILE.shapes)
+FOR_ALL = named_plan("ddp", PROFILE.shapes)
 
 
 def seen_on(profile):
     """Return what a machine would tell that is as ``profile`` says."""
-    plans = (WHOLE, CUT, AGAIN, APART)
+    plans = (WHOLE, CUT, AGAIN, APART, FOR_ALL)
     steps = [Step(plan, time_plan(plan, profile).step_s) for plan in plans]
     return Rehearsed(profile.compute_s, *steps)
 
 
 def steps_of(seen):
-    return seen.whole, seen.cut, seen.again, seen.apart
+    return seen.whole, seen.cut, seen.again, seen.apart, seen.for_all
 
 
 def with_link(slower, latency_s):
@@ -85,6 +86,14 @@ def test_what_a_gather_takes_is_found_again(ratio):
     found = fitted(PROFILE, seen_on(true)).link
     assert found.gather_ratio == pytest.approx(ratio, rel=0.03)
     assert found.bytes_per_s == pytest.approx(true.link.bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("ratio", [0.7, 1.0, 1.4])
+def test_what_a_sum_for_all_takes_is_found_again(ratio):
+    true = with_link(1.5, 1e-3)
+    link = true.link.model_copy(update={"sum_ratio": ratio})
+    found = fitted(PROFILE, seen_on(true.model_copy(update={"link": link}))).link
+    assert found.sum_ratio == pytest.approx(ratio, rel=0.03)
 
 
 @pytest.mark.parametrize("parting", [0.9, 1.0, 1.2])
