@@ -31,7 +31,7 @@ class Explained:
 def explain(planned: Planned, profile: Profile) -> Explained:
     """Return ``planned`` in words."""
     footprints, plan = Footprints(profile), planned.plan
-    profile = profile.run_by(barrier=plan.barrier)
+    profile = profile.run_by(plan)
     short = _shortest(planned, footprints.curve(plan))
     telling = _Telling(profile, plan, footprints, short)
     rows = tuple(telling.row(index) for index in range(len(plan.units)))

@@ -74,8 +74,8 @@ def make_plan(
     """
     if barrier or allowed.barrier:
         return _made(profile, budget, replace(allowed, barrier=True))
-    free = _made(profile.run_by(barrier=False), budget, allowed)
-    if profile.parting <= 1.0:  # then a barrier only forbids
+    free = _made(profile, budget, allowed)
+    if max(profile.parting, profile.parting * profile.weaving) <= 1.0:  # a barrier only forbids
         return free
     met = make_plan(profile, budget, allowed, barrier=True)
     best = min(free, met, key=attrgetter("step_s"))
@@ -87,15 +87,19 @@ def make_plan(
 
 
 def _made(profile: Profile, budget: int, allowed: Allowed) -> Planned:
-    """Return the best plan found, with a barrier or without one."""
+    """Return the best plan found, with a barrier or without one.
+
+    Options are weighed as if no plan were woven; each plan that is built is timed as it is.
+    """
+    alike = profile.stretched(1.0 if allowed.barrier else profile.parting)
     # They need half a second to start, each with a core of its own if there are two.
     with Solver() as quick, Solver() as thorough, ThreadPoolExecutor(1) as aside:
         footprints = Footprints(profile)
-        options = all_options(profile, allowed, footprints)
-        choosing = Choosing(profile, options, footprints, allowed)
-        refuse(profile, budget, choosing, footprints)
+        options = all_options(alike, allowed, footprints)
+        choosing = Choosing(alike, options, footprints, allowed)
+        refuse(alike, budget, choosing, footprints)
         candidates = Candidates(profile, budget, allowed, choosing)
-        relaxation = Relaxation(profile, options, _groups(profile, options), allowed)
+        relaxation = Relaxation(alike, options, _groups(alike, options), allowed)
         problem = relaxation.problem(budget)
         arrays = _arrays(problem)
         solving = aside.submit(thorough.solve, arrays, whole=True, limit_s=_WHOLE_S)
@@ -103,7 +107,7 @@ def _made(profile: Profile, budget: int, allowed: Allowed) -> Planned:
         candidates.try_choices("greedy", choosing.fitting(choosing.fastest(), budget))
         greedy_s = candidates.best_s
         fractions = quick.solve(arrays, whole=False, limit_s=_FRACTIONS_S)
-        for chosen in _least_traffic(profile, choosing, budget, quick):
+        for chosen in _least_traffic(alike, choosing, budget, quick):
             candidates.try_choices("least traffic", chosen)
         for name, found in (("fractions", fractions), ("whole", solving.result())):
             if found is not None and found.x is not None:
@@ -120,7 +124,7 @@ def _made(profile: Profile, budget: int, allowed: Allowed) -> Planned:
         step_s=best.step_s,
         peak_bytes=footprints.peak(best.plan),
         budget=budget,
-        bound_s=max([profile.compute_s, *(problem.base_s - problem.slack_s + b for b in bounds)]),
+        bound_s=max([alike.compute_s, *(problem.base_s - problem.slack_s + b for b in bounds)]),
         greedy_s=greedy_s,
         prices=_by_slot(relaxation, problem, fractions, budget),
         how=best.name,

@@ -37,7 +37,7 @@ def time_plan(plan: Plan, profile: Profile) -> Timed:
     """
     shapes = [Shape(unit.name, unit.numel) for unit in plan.units]
     check_same_units(profile, shapes, "this")
-    profile = profile.run_by(barrier=plan.barrier)
+    profile = profile.run_by(plan)
     clock = (Pace if profile.link.lanes == 1 else Clock)(plan, profile)
     before_s = 0.0
     for _ in range(_CYCLES):

@@ -103,6 +103,14 @@ class Plan(Saved):
         """The plan's cycle."""
         return Slots(len(self.units))
 
+    @cached_property
+    def weaves(self) -> bool:
+        """Whether a gather stands before some reduction."""
+        kinds = [message.what for message in self.messages]
+        gathers = [place for place, kind in enumerate(kinds) if kind is What.GATHER]
+        reduces = [place for place, kind in enumerate(kinds) if kind is What.REDUCE]
+        return bool(gathers and reduces and gathers[0] < reduces[-1])
+
     def of(self, what: What) -> Iterator[Message]:
         """Yield the messages of one sort, in order."""
         return (message for message in self.messages if message.what is what)
@@ -118,7 +126,8 @@ class Plan(Saved):
     def replace(self, **changes: Any) -> "Plan":  # noqa: ANN401 - any field
         """Return a plan that differs in ``changes``."""
         changed = self.model_copy(update=changes)
-        changed.__dict__.pop("slots", None)  # worked out for the units it had
+        for known in ("slots", "weaves"):  # worked out for the units and messages it had
+            changed.__dict__.pop(known, None)
         return changed
 
 

@@ -1,13 +1,14 @@
 """A few real steps, so that a profile says what a run takes, not what its parts take alone.
 
 Units that are timed one by one, and messages that have all cores to themselves, are quicker than in
-a run: there ranks compute without a pause, and messages need cores, too. So six things are timed
+a run: there ranks compute without a pause, and messages need cores, too. So seven things are timed
 in turn, as a run has them: steps without messages; zero2 with whole units and with blocks, and
-zero3, all three with a barrier before the update; zero2 and ddp without one. The first stretches
-the units' seconds; then the link's rate, the latency of a message and what a gather takes are those
+zero3, all three with a barrier before the update; zero2, ddp and a woven plan without one, whose
+gathers go between reductions. The first stretches the units' seconds; then the link's rate, the latency of a message and what a gather takes are those
 with which the clock of plans says what the next three took. The fifth says what it costs that ranks
 do not wait for each other: where they share cores, those that are ahead take them from the others.
-The last says what a sum for all takes, whose update every rank makes whole.
+The sixth says what a sum for all takes, whose update every rank makes whole; the last, what it costs
+on top that the same ranks wait for each other in more places.
 """
 
 import statistics
@@ -23,7 +24,7 @@ from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, Ours, Plain, Stage, alone
 
 _WHOLE, _CUT, _AGAIN, _APART = "whole units", "in blocks", "gathered again", "without a barrier"
-_FOR_ALL = "summed for all"
+_FOR_ALL, _WOVEN = "summed for all", "woven"
 _PARTS = 4
 """Blocks of a unit, about."""
 _HALVINGS = 12
@@ -53,6 +54,7 @@ class Rehearsed:
     again: Step
     apart: Step
     for_all: Step
+    woven: Step
 
 
 def rehearse(
@@ -71,6 +73,7 @@ def rehearse(
         _AGAIN: Ours(stage, again, barrier=True),
         _APART: Ours(stage, base),
         _FOR_ALL: Ours(stage, base.model_copy(update={"plan": "ddp"})),
+        _WOVEN: Ours(stage, base.model_copy(update={"plan": "woven"})),
     }
     plans = {name: one.plan for name, one in ours.items()}
     ready: dict[str, Contender] = {ALONE: Plain(stage, alone(stage)), **ours}
@@ -88,6 +91,7 @@ def rehearse(
         again=steps[_AGAIN],
         apart=steps[_APART],
         for_all=steps[_FOR_ALL],
+        woven=steps[_WOVEN],
     )
 
 
@@ -100,7 +104,9 @@ def fitted(profile: Profile, seen: Rehearsed) -> Profile:
     units = tuple(unit.stretched(longer) for unit in profile.units)
     profile = _with_gathers(profile.model_copy(update={"units": units}), seen)
     parting = seen.apart.step_s / time_plan(seen.apart.plan, profile).step_s
-    return _with_sums(profile.model_copy(update={"parting": parting}), seen)
+    profile = _with_sums(profile.model_copy(update={"parting": parting}), seen)
+    weaving = seen.woven.step_s / time_plan(seen.woven.plan, profile).step_s
+    return profile.model_copy(update={"weaving": weaving})
 
 
 def _with_sums(profile: Profile, seen: Rehearsed) -> Profile:

@@ -78,11 +78,24 @@ def test_without_a_barrier_all_takes_longer_where_ranks_that_part_lose_by_it(nam
 
 def test_what_ranks_lose_that_part_is_counted_once():
     parted = profile_of(TWO, latency_s=0.1, hosts=1).model_copy(update={"parting": 1.25})
-    once = parted.run_by(barrier=False)
-    assert once.run_by(barrier=False) == once
-    assert parted.run_by(barrier=True) is parted
+    plan = named_plan("dear", TWO)
+    once = parted.run_by(plan)
+    assert once.run_by(plan) == once
+    assert parted.run_by(with_barrier(plan)).units == parted.units
     assert once.update_s == 1.25 * parted.update_s
     assert once.link.across_s(1e3) == pytest.approx(1.25 * parted.link.across_s(1e3))
+
+
+def test_only_who_gathers_between_reductions_pays_for_weaving():
+    three = (*TWO, Shape("c", 1000))
+    plain = profile_of(three, latency_s=0.1)
+    dear = plain.model_copy(update={"weaving": 1.2})
+    for name in PRESETS:
+        plan = named_plan(name, three)
+        assert plan.weaves == (name == "woven")
+        longer = 1.2 if plan.weaves else 1.0
+        assert time_plan(plan, dear).step_s == pytest.approx(longer * time_plan(plan, plain).step_s)
+        assert not with_barrier(plan).weaves
 
 
 def test_a_latency_is_paid_for_each_message():

@@ -20,17 +20,18 @@ CUT = named_plan("zero2", PROFILE.shapes, Wish(block=max(SIZES) // 4, barrier=Tr
 AGAIN = named_plan("zero3", PROFILE.shapes, Wish(2, 1, barrier=True))
 APART = named_plan("zero2", PROFILE.shapes)
 FOR_ALL = named_plan("ddp", PROFILE.shapes)
+WOVEN = named_plan("woven", PROFILE.shapes)
 
 
 def seen_on(profile):
     """Return what a machine would tell that is as ``profile`` says."""
-    plans = (WHOLE, CUT, AGAIN, APART, FOR_ALL)
+    plans = (WHOLE, CUT, AGAIN, APART, FOR_ALL, WOVEN)
     steps = [Step(plan, time_plan(plan, profile).step_s) for plan in plans]
     return Rehearsed(profile.compute_s, *steps)
 
 
 def steps_of(seen):
-    return seen.whole, seen.cut, seen.again, seen.apart, seen.for_all
+    return seen.whole, seen.cut, seen.again, seen.apart, seen.for_all, seen.woven
 
 
 def with_link(slower, latency_s):
@@ -96,6 +97,14 @@ def test_what_a_sum_for_all_takes_is_found_again(ratio):
     assert found.sum_ratio == pytest.approx(ratio, rel=0.03)
 
 
+@pytest.mark.parametrize("weaving", [0.95, 1.0, 1.15])
+def test_what_weaving_costs_is_found_again(weaving):
+    true = with_link(1.5, 1e-3).model_copy(update={"weaving": weaving, "parting": 1.05})
+    found = fitted(PROFILE, seen_on(true))
+    assert found.weaving == pytest.approx(weaving, rel=0.02)
+    assert found.parting == pytest.approx(1.05, rel=0.02)
+
+
 @pytest.mark.parametrize("parting", [0.9, 1.0, 1.2])
 def test_what_it_costs_that_ranks_do_not_wait_is_found_again(parting):
     true = with_link(1.5, 1e-3).model_copy(update={"parting": parting})
@@ -113,6 +122,7 @@ def test_what_is_quicker_than_told_is_left():
 def test_nothing_but_the_seconds_of_units_and_the_link_changes():
     found = fitted(PROFILE, seen_on(stretched(with_link(1.5, 2e-3), 1.2)))
     link = {"bytes_per_s": PROFILE.link.bytes_per_s, "latency_s": PROFILE.link.latency_s}
-    link["gather_ratio"] = 1.0
-    changes = {"units": PROFILE.units, "link": found.link.model_copy(update=link), "parting": 1.0}
+    link |= {"gather_ratio": 1.0, "sum_ratio": 1.0}
+    changes = {"units": PROFILE.units, "link": found.link.model_copy(update=link)}
+    changes |= {"parting": 1.0, "weaving": 1.0}
     assert found.model_copy(update=changes) == PROFILE
