@@ -75,7 +75,7 @@ def make_plan(
     if barrier or allowed.barrier:
         return _made(profile, budget, replace(allowed, barrier=True))
     free = _made(profile, budget, allowed)
-    if max(profile.parting, profile.parting * profile.weaving) <= 1.0:  # a barrier only forbids
+    if max(profile.parting, profile.parting * profile.straying) <= 1.0:  # a barrier only forbids
         return free
     met = make_plan(profile, budget, allowed, barrier=True)
     best = min(free, met, key=attrgetter("step_s"))
@@ -89,7 +89,7 @@ def make_plan(
 def _made(profile: Profile, budget: int, allowed: Allowed) -> Planned:
     """Return the best plan found, with a barrier or without one.
 
-    Options are weighed as if no plan were woven; each plan that is built is timed as it is.
+    Options are weighed as if no plan strayed; each plan that is built is timed as it is.
     """
     alike = profile.stretched(1.0 if allowed.barrier else profile.parting)
     # They need half a second to start, each with a core of its own if there are two.

@@ -1,4 +1,4 @@
-"""The plans that people know by name: ddp, zero1, zero2, zero3, dear; woven and random ones."""
+"""The plans that people know by name: ddp, zero1, zero2, zero3, dear; and random ones."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -126,18 +126,8 @@ def _zero3(shapes: Sequence[Shape], wish: Wish) -> Plan:
     return _eager([Sharding.ZERO2 if keep else Sharding.ZERO3 for keep in kept], shapes, wish)
 
 
-def _woven(shapes: Sequence[Shape], wish: Wish) -> Plan:
-    """Return the plan that gathers what stays as soon as it is updated, between reductions."""
-    return _eager([Sharding.SDP] * len(shapes), shapes, wish, woven=not wish.barrier)
-
-
-def _eager(
-    kinds: Sequence[Sharding], shapes: Sequence[Shape], wish: Wish, *, woven: bool = False
-) -> Plan:
-    """Reduce in the order of backward, gather in the order of use, each as early as allowed.
-
-    Gathers stand behind all reductions; ``woven``, each behind the reduction after its own.
-    """
+def _eager(kinds: Sequence[Sharding], shapes: Sequence[Shape], wish: Wish) -> Plan:
+    """Reduce in the order of backward, gather in the order of use, each as early as allowed."""
     units = [
         _unit(shape, kind, wish.checkpoint, even_blocks(shape.numel, wish.block), wish.in_host)
         for shape, kind in zip(shapes, kinds, strict=True)
@@ -151,9 +141,9 @@ def _eager(
             due = last if wish.pending is None else min(last, backward + 1 + wish.pending)
             return When(backward, due, 2 * backward + 1)
         if what is What.GATHER:
-            first = backward + 1 if woven else slots.update
-            gate = max(forward - far, first)
-            return When(gate, forward, max(2 * gate, 2 * first + 1))
+            gate = max(forward - far, slots.update)
+            # Behind all reductions, in the order of use.
+            return When(gate, forward, max(2 * gate, 2 * slots.update + 1))
         used = slots.count + backward
         gate = max(used - far, forward + 1)
         return When(gate, used, 2 * gate)
@@ -167,6 +157,5 @@ PRESETS: Mapping[str, Callable[[Sequence[Shape], Wish], Plan]] = {
     "zero2": partial(_same, Sharding.ZERO2),
     "zero3": _zero3,
     "dear": partial(_same, Sharding.SDP),
-    "woven": _woven,
 }
 """By name; what each leaves open is in a `Wish`."""

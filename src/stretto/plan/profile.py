@@ -137,8 +137,8 @@ class Profile(Saved):
     """How many times as long computation takes while a message travels."""
     parting: float = Field(default=1.0, gt=0)
     """How many times as long everything takes where no barrier keeps the ranks together."""
-    weaving: float = Field(default=1.0, gt=0)
-    """How many times as long it then takes, on top, where gathers go between reductions."""
+    straying: float = Field(default=1.0, gt=0)
+    """How many times as long it then takes, on top, by a plan that keeps no simple order."""
     other_bytes: int = Field(default=0, ge=0)
     """What the model keeps besides: buffers, frozen parameters, the batch."""
     holes: float = Field(default=0.0, ge=0)
@@ -211,14 +211,14 @@ class Profile(Saved):
         )
 
     def run_by(self, plan: Plan) -> "Profile":
-        """Return what it is for a plan: with a barrier or without, woven or not."""
+        """Return what it is for a plan: with a barrier or without, straying or not."""
         if plan.barrier:
             return self.stretched(1.0)
-        return self.stretched(self.parting * (self.weaving if plan.weaves else 1.0))
+        return self.stretched(self.parting * (self.straying if plan.strays else 1.0))
 
     def stretched(self, longer: float) -> "Profile":
         """Return it taking so many times as long, whatever the plan."""
-        alike = {"parting": 1.0, "weaving": 1.0}
+        alike = {"parting": 1.0, "straying": 1.0}
         if longer == 1.0:
             return self.model_copy(update=alike)
         units = tuple(unit.stretched(longer) for unit in self.units)

@@ -104,12 +104,14 @@ class Plan(Saved):
         return Slots(len(self.units))
 
     @cached_property
-    def weaves(self) -> bool:
-        """Whether a gather stands before some reduction."""
-        kinds = [message.what for message in self.messages]
-        gathers = [place for place, kind in enumerate(kinds) if kind is What.GATHER]
-        reduces = [place for place, kind in enumerate(kinds) if kind is What.REDUCE]
-        return bool(gathers and reduces and gathers[0] < reduces[-1])
+    def strays(self) -> bool:
+        """Whether reductions, and gathers behind them, are in another order than that of use."""
+        order = [
+            (message.what is What.GATHER, message.unit * (-1) ** (message.what is What.REDUCE))
+            for message in self.messages
+            if message.what is not What.REGATHER
+        ]
+        return order != sorted(order)
 
     def of(self, what: What) -> Iterator[Message]:
         """Yield the messages of one sort, in order."""
@@ -126,7 +128,7 @@ class Plan(Saved):
     def replace(self, **changes: Any) -> "Plan":  # noqa: ANN401 - any field
         """Return a plan that differs in ``changes``."""
         changed = self.model_copy(update=changes)
-        for known in ("slots", "weaves"):  # worked out for the units and messages it had
+        for known in ("slots", "strays"):  # worked out for the units and messages it had
             changed.__dict__.pop(known, None)
         return changed
 

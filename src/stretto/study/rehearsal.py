@@ -1,22 +1,30 @@
 """A few real steps, so that a profile says what a run takes, not what its parts take alone.
 
 Units that are timed one by one, and messages that have all cores to themselves, are quicker than in
-a run: there ranks compute without a pause, and messages need cores, too. So seven things are timed
+a run: there ranks compute without a pause, and messages need cores, too. So six things are timed
 in turn, as a run has them: steps without messages; zero2 with whole units and with blocks, and
-zero3, all three with a barrier before the update; zero2, ddp and a woven plan without one, whose
-gathers go between reductions. The first stretches the units' seconds; then the link's rate, the latency of a message and what a gather takes are those
+zero3, all three with a barrier before the update; zero2 and ddp without one. The first stretches
+the units' seconds; then the link's rate, the latency of a message and what a gather takes are those
 with which the clock of plans says what the next three took. The fifth says what it costs that ranks
 do not wait for each other: where they share cores, those that are ahead take them from the others.
-The sixth says what a sum for all takes, whose update every rank makes whole; the last, what it costs
-on top that the same ranks wait for each other in more places.
+The sixth says what a sum for all takes, whose update every rank makes whole.
+
+In the end a plan is made by that profile, and timed, too. A search finds what is best by the clock,
+also where that is best only because the clock is wrong: what it promises too much is known then.
 """
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from stretto.comm.spread import spread_text
 from stretto.measure.interleave import Contender, interleave_steps
+from stretto.plan.footprint import Footprints
+from stretto.plan.planner import make_plan
+from stretto.plan.presets import named_plan
 from stretto.plan.profile import Profile
 from stretto.plan.timing import time_plan
 from stretto.plan.value import Plan
@@ -24,7 +32,8 @@ from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, Ours, Plain, Stage, alone
 
 _WHOLE, _CUT, _AGAIN, _APART = "whole units", "in blocks", "gathered again", "without a barrier"
-_FOR_ALL, _WOVEN = "summed for all", "woven"
+_FOR_ALL = "summed for all"
+_OWN = "by a plan of its own"
 _PARTS = 4
 """Blocks of a unit, about."""
 _HALVINGS = 12
@@ -54,7 +63,6 @@ class Rehearsed:
     again: Step
     apart: Step
     for_all: Step
-    woven: Step
 
 
 def rehearse(
@@ -73,7 +81,6 @@ def rehearse(
         _AGAIN: Ours(stage, again, barrier=True),
         _APART: Ours(stage, base),
         _FOR_ALL: Ours(stage, base.model_copy(update={"plan": "ddp"})),
-        _WOVEN: Ours(stage, base.model_copy(update={"plan": "woven"})),
     }
     plans = {name: one.plan for name, one in ours.items()}
     ready: dict[str, Contender] = {ALONE: Plain(stage, alone(stage)), **ours}
@@ -91,7 +98,6 @@ def rehearse(
         again=steps[_AGAIN],
         apart=steps[_APART],
         for_all=steps[_FOR_ALL],
-        woven=steps[_WOVEN],
     )
 
 
@@ -104,9 +110,34 @@ def fitted(profile: Profile, seen: Rehearsed) -> Profile:
     units = tuple(unit.stretched(longer) for unit in profile.units)
     profile = _with_gathers(profile.model_copy(update={"units": units}), seen)
     parting = seen.apart.step_s / time_plan(seen.apart.plan, profile).step_s
-    profile = _with_sums(profile.model_copy(update={"parting": parting}), seen)
-    weaving = seen.woven.step_s / time_plan(seen.woven.plan, profile).step_s
-    return profile.model_copy(update={"weaving": weaving})
+    return _with_sums(profile.model_copy(update={"parting": parting}), seen)
+
+
+def try_plan(
+    stage: Stage, profile: Profile, sharded: ShardedConfig, runs: int, say: Callable[[str], None]
+) -> Step:
+    """Time a plan that is made by ``profile`` where all could stay; all ranks together."""
+    budget = Footprints(profile).peak(named_plan("ddp", profile.shapes))
+    made = make_plan(profile, budget).plan.to_json() if stage.channel.rank == 0 else ""
+    plan = Plan.model_validate_json(spread_text(made, stage.channel))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        file.write_text(plan.to_json(), encoding="utf-8")
+        update = {"plan": str(file), "unit": profile.unit_bytes, "memory": None, "profile": None}
+        ours = Ours(stage, sharded.model_copy(update=update), barrier=plan.barrier)
+    times = interleave_steps({_OWN: ours}, stage.channel, runs=runs, device=stage.device)
+    ours.close()
+    step_s = statistics.median(times[_OWN])
+    say(f"a step, {_OWN}: {step_s * 1e3:.1f} ms")
+    return Step(plan, step_s)
+
+
+def corrected(profile: Profile, tried: Step) -> Profile:
+    """Return the profile that says of plans that stray what one of them took."""
+    if tried.plan.barrier or not tried.plan.strays:
+        return profile
+    straying = tried.step_s / time_plan(tried.plan, profile).step_s
+    return profile.model_copy(update={"straying": max(1.0, straying)})
 
 
 def _with_sums(profile: Profile, seen: Rehearsed) -> Profile:

@@ -255,6 +255,18 @@ def test_a_plan_has_a_barrier_only_where_ranks_that_part_lose_more_than_it_forbi
         assert found.peak_bytes <= budget
 
 
+def test_where_straying_is_dear_a_plan_keeps_to_the_order_of_use_and_no_preset_is_faster():
+    profile, budget = profiles()["gpt_80"], budget_of("gpt_80", "high")
+    assert planned_for("gpt_80", "high").plan.strays
+    dear = profile.model_copy(update={"straying": 1.5})
+    planned = make_plan(dear, budget)
+    assert planned.plan.barrier or not planned.plan.strays
+    assert planned.bound_s <= planned.step_s == time_plan(planned.plan, dear).step_s
+    free = named_plan("dear", profile.shapes)
+    assert Footprints(profile).peak(free) > budget or planned.step_s <= time_plan(free, dear).step_s
+    assert planned.step_s <= min(eager_steps_s("gpt_80", "high")) * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("seed", [3, 7])
 def test_what_is_planned_for_an_allocator_leaves_its_share_of_the_budget(seed):
     given = drawn_profile(random.Random(seed))

@@ -86,16 +86,20 @@ def test_what_ranks_lose_that_part_is_counted_once():
     assert once.link.across_s(1e3) == pytest.approx(1.25 * parted.link.across_s(1e3))
 
 
-def test_only_who_gathers_between_reductions_pays_for_weaving():
+def test_only_who_leaves_the_order_of_use_pays_for_it():
     three = (*TWO, Shape("c", 1000))
     plain = profile_of(three, latency_s=0.1)
-    dear = plain.model_copy(update={"weaving": 1.2})
+    dear = plain.model_copy(update={"straying": 1.2})
     for name in PRESETS:
         plan = named_plan(name, three)
-        assert plan.weaves == (name == "woven")
-        longer = 1.2 if plan.weaves else 1.0
-        assert time_plan(plan, dear).step_s == pytest.approx(longer * time_plan(plan, plain).step_s)
-        assert not with_barrier(plan).weaves
+        assert not plan.strays
+        assert time_plan(plan, dear).step_s == time_plan(plan, plain).step_s
+    first, second, *rest = named_plan("dear", three).messages
+    other = plan.replace(units=named_plan("dear", three).units, messages=(second, first, *rest))
+    assert other.strays
+    assert time_plan(other, dear).step_s == pytest.approx(1.2 * time_plan(other, plain).step_s)
+    met = with_barrier(other)
+    assert time_plan(met, dear).step_s == time_plan(met, plain).step_s
 
 
 def test_a_latency_is_paid_for_each_message():

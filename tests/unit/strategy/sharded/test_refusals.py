@@ -158,7 +158,7 @@ def test_ranks_with_different_plans_are_told_which():
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ("zero4", r"strategy\.plan = 'zero4': known are ddp, zero1, zero2, zero3, dear, woven, random"),
+        ("zero4", r"strategy\.plan = 'zero4': known are ddp, zero1, zero2, zero3, dear, random"),
         ("random x", r"strategy\.plan = 'random x': known are"),
         ("zero2 5", r"strategy\.plan = 'zero2 5': known are"),
         ("nowhere.json", r"cannot read the plan nowhere\.json: No such file"),
