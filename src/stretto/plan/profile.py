@@ -138,7 +138,7 @@ class Profile(Saved):
     parting: float = Field(default=1.0, gt=0)
     """How many times as long everything takes where no barrier keeps the ranks together."""
     straying: float = Field(default=1.0, gt=0)
-    """How many times as long it then takes, on top, by a plan that keeps no simple order."""
+    """How many times as long it takes, on top, by a plan that leaves the order of use."""
     other_bytes: int = Field(default=0, ge=0)
     """What the model keeps besides: buffers, frozen parameters, the batch."""
     holes: float = Field(default=0.0, ge=0)
@@ -212,9 +212,8 @@ class Profile(Saved):
 
     def run_by(self, plan: Plan) -> "Profile":
         """Return what it is for a plan: with a barrier or without, straying or not."""
-        if plan.barrier:
-            return self.stretched(1.0)
-        return self.stretched(self.parting * (self.straying if plan.strays else 1.0))
+        parting = 1.0 if plan.barrier else self.parting
+        return self.stretched(parting * (self.straying if plan.strays else 1.0))
 
     def stretched(self, longer: float) -> "Profile":
         """Return it taking so many times as long, whatever the plan."""

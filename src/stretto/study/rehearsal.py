@@ -134,7 +134,7 @@ def try_plan(
 
 def corrected(profile: Profile, tried: Step) -> Profile:
     """Return the profile that says of plans that stray what one of them took."""
-    if tried.plan.barrier or not tried.plan.strays:
+    if not tried.plan.strays:
         return profile
     straying = tried.step_s / time_plan(tried.plan, profile).step_s
     return profile.model_copy(update={"straying": max(1.0, straying)})
