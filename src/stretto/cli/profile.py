@@ -99,7 +99,7 @@ def _summary(found: "Profile") -> list[str]:
         f"{format_bytes(block_bytes(link))}; a gather takes {link.gather_ratio:.2f} of a sum, "
         f"a sum for all {link.sum_ratio:.2f} of both, "
         f"a step without a barrier {found.parting:.2f} times as long as told, a plan's own "
-        f"order {found.straying:.2f} times on top",
+        f"order {found.straying:.2f} times on top ({found.straying_met:.2f} with a barrier)",
     ]
 
 

@@ -75,7 +75,7 @@ def make_plan(
     if barrier or allowed.barrier:
         return _made(profile, budget, replace(allowed, barrier=True))
     free = _made(profile, budget, allowed)
-    if profile.parting <= 1.0:  # then a barrier only forbids
+    if max(profile.parting, profile.parting * profile.straying) <= 1.0:  # a barrier only forbids
         return free
     met = make_plan(profile, budget, allowed, barrier=True)
     best = min(free, met, key=attrgetter("step_s"))

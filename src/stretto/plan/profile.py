@@ -138,7 +138,9 @@ class Profile(Saved):
     parting: float = Field(default=1.0, gt=0)
     """How many times as long everything takes where no barrier keeps the ranks together."""
     straying: float = Field(default=1.0, gt=0)
-    """How many times as long it takes, on top, by a plan that leaves the order of use."""
+    """How many times as long it then takes, on top, by a plan that leaves the order of use."""
+    straying_met: float = Field(default=1.0, gt=0)
+    """The same of plans that have a barrier."""
     other_bytes: int = Field(default=0, ge=0)
     """What the model keeps besides: buffers, frozen parameters, the batch."""
     holes: float = Field(default=0.0, ge=0)
@@ -212,12 +214,14 @@ class Profile(Saved):
 
     def run_by(self, plan: Plan) -> "Profile":
         """Return what it is for a plan: with a barrier or without, straying or not."""
-        parting = 1.0 if plan.barrier else self.parting
-        return self.stretched(parting * (self.straying if plan.strays else 1.0))
+        parting, straying = self.parting, self.straying
+        if plan.barrier:
+            parting, straying = 1.0, self.straying_met
+        return self.stretched(parting * (straying if plan.strays else 1.0))
 
     def stretched(self, longer: float) -> "Profile":
         """Return it taking so many times as long, whatever the plan."""
-        alike = {"parting": 1.0, "straying": 1.0}
+        alike = {"parting": 1.0, "straying": 1.0, "straying_met": 1.0}
         if longer == 1.0:
             return self.model_copy(update=alike)
         units = tuple(unit.stretched(longer) for unit in self.units)

@@ -28,7 +28,7 @@ from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.blocks import Blocks, Kind
 from stretto.study.calibrate import of_rank_0
 from stretto.study.contenders import Stage
-from stretto.study.rehearsal import corrected, fitted, rehearse, try_plan
+from stretto.study.rehearsal import corrected, fitted, rehearse, try_plans
 from stretto.study.step import fixed_batch
 from stretto.telemetry.aside import write_aside
 from stretto.train.estimated import (
@@ -178,7 +178,7 @@ def _measured(
     whole = build_model(config.model, config.run.seed).to(asked.device)
     stage = replace(stage, model=whole)
     found = fitted(found, rehearse(stage, found, strategy, asked.repeats, say))
-    return corrected(found, try_plan(stage, found, strategy, asked.repeats, say))
+    return corrected(found, try_plans(stage, found, strategy, asked.repeats, say))
 
 
 def _told(asked: Asked) -> str:

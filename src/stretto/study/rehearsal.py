@@ -9,12 +9,13 @@ with which the clock of plans says what the next three took. The fifth says what
 do not wait for each other: where they share cores, those that are ahead take them from the others.
 The sixth says what a sum for all takes, whose update every rank makes whole.
 
-In the end a plan is made by that profile, and timed, too. A search finds what is best by the clock,
-also where that is best only because the clock is wrong: what it promises too much is known then.
+In the end plans are made by that profile, with a barrier and without, and timed, too. A search
+finds what is best by the clock, also where that is best only because the clock is wrong: what it
+promises too much is known then.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +34,6 @@ from stretto.study.contenders import ALONE, Ours, Plain, Stage, alone
 
 _WHOLE, _CUT, _AGAIN, _APART = "whole units", "in blocks", "gathered again", "without a barrier"
 _FOR_ALL = "summed for all"
-_OWN = "by a plan of its own"
 _PARTS = 4
 """Blocks of a unit, about."""
 _HALVINGS = 12
@@ -113,31 +113,43 @@ def fitted(profile: Profile, seen: Rehearsed) -> Profile:
     return _with_sums(profile.model_copy(update={"parting": parting}), seen)
 
 
-def try_plan(
+def try_plans(
     stage: Stage, profile: Profile, sharded: ShardedConfig, runs: int, say: Callable[[str], None]
-) -> Step:
-    """Time a plan that is made by ``profile`` where all could stay; all ranks together."""
+) -> list[Step]:
+    """Time plans that are made by ``profile`` where all could stay; all ranks together."""
     budget = Footprints(profile).peak(named_plan("ddp", profile.shapes))
-    made = make_plan(profile, budget).plan.to_json() if stage.channel.rank == 0 else ""
-    plan = Plan.model_validate_json(spread_text(made, stage.channel))
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "plan.json"
-        file.write_text(plan.to_json(), encoding="utf-8")
-        update = {"plan": str(file), "unit": profile.unit_bytes, "memory": None, "profile": None}
-        ours = Ours(stage, sharded.model_copy(update=update), barrier=plan.barrier)
-    times = interleave_steps({_OWN: ours}, stage.channel, runs=runs, device=stage.device)
-    ours.close()
-    step_s = statistics.median(times[_OWN])
-    say(f"a step, {_OWN}: {step_s * 1e3:.1f} ms")
-    return Step(plan, step_s)
+    plans: dict[str, Plan] = {}
+    ready: dict[str, Contender] = {}
+    for barrier in (False, True):
+        name = f"by a plan of its own, {'with' if barrier else 'without'} a barrier"
+        alike = profile.stretched(1.0)  # with or without is asked for, not weighed
+        made = ""
+        if stage.channel.rank == 0:
+            made = make_plan(alike, budget, barrier=barrier).plan.to_json()
+        plan = plans[name] = Plan.model_validate_json(spread_text(made, stage.channel))
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.json"
+            file.write_text(plan.to_json(), encoding="utf-8")
+            update = {"plan": str(file), "unit": profile.unit_bytes, "memory": None}
+            given = sharded.model_copy(update={**update, "profile": None})
+            ready[name] = Ours(stage, given, barrier=plan.barrier)
+    times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device)
+    for contender in ready.values():
+        contender.close()
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    for name, step_s in seconds.items():
+        say(f"a step, {name}: {step_s * 1e3:.1f} ms")
+    return [Step(plan, seconds[name]) for name, plan in plans.items()]
 
 
-def corrected(profile: Profile, tried: Step) -> Profile:
-    """Return the profile that says of plans that stray what one of them took."""
-    if not tried.plan.strays:
-        return profile
-    straying = tried.step_s / time_plan(tried.plan, profile).step_s
-    return profile.model_copy(update={"straying": max(1.0, straying)})
+def corrected(profile: Profile, tried: Sequence[Step]) -> Profile:
+    """Return the profile that says of plans that stray what those that were tried took."""
+    found: dict[str, float] = {}
+    for one in tried:
+        if one.plan.strays:
+            longer = max(1.0, one.step_s / time_plan(one.plan, profile).step_s)
+            found["straying_met" if one.plan.barrier else "straying"] = longer
+    return profile.model_copy(update=found)
 
 
 def _with_sums(profile: Profile, seen: Rehearsed) -> Profile:

@@ -258,7 +258,7 @@ def test_a_plan_has_a_barrier_only_where_ranks_that_part_lose_more_than_it_forbi
 def test_where_straying_is_dear_a_plan_keeps_to_the_order_of_use_and_no_preset_is_faster():
     profile, budget = profiles()["gpt_80"], budget_of("gpt_80", "high")
     assert planned_for("gpt_80", "high").plan.strays
-    dear = profile.model_copy(update={"straying": 1.5})
+    dear = profile.model_copy(update={"straying": 1.5, "straying_met": 1.5})
     planned = make_plan(dear, budget)
     assert not planned.plan.strays
     assert planned.bound_s <= planned.step_s == time_plan(planned.plan, dear).step_s

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stretto.plan.building import with_barrier
 from stretto.plan.presets import Wish, named_plan, random_plan
 from stretto.plan.profile import Link, Profile, UnitCost
 from stretto.plan.timing import time_plan
@@ -100,12 +101,16 @@ def test_what_a_plan_of_its_own_took_longer_counts_for_all_that_stray():
     drawn = (random_plan(PROFILE.shapes, seed) for seed in range(50))
     planned = next(plan for plan in drawn if plan.strays and not plan.barrier)
     step_s = time_plan(planned, PROFILE).step_s
-    found = corrected(PROFILE, Step(planned, 1.1 * step_s))
+    found = corrected(PROFILE, [Step(planned, 1.1 * step_s)])
     assert found.straying == pytest.approx(1.1)
     assert time_plan(planned, found).step_s == pytest.approx(1.1 * step_s)
     assert time_plan(APART, found).step_s == time_plan(APART, PROFILE).step_s
-    assert corrected(PROFILE, Step(planned, 0.9 * step_s)).straying == 1.0
-    assert corrected(PROFILE, Step(APART, 9.0)) == PROFILE
+    assert corrected(PROFILE, [Step(planned, 0.9 * step_s)]).straying == 1.0
+    assert corrected(PROFILE, [Step(APART, 9.0)]) == PROFILE
+    met = with_barrier(planned)
+    met_s = time_plan(met, PROFILE).step_s
+    found = corrected(PROFILE, [Step(planned, step_s), Step(met, 1.2 * met_s)])
+    assert (found.straying, found.straying_met) == (1.0, pytest.approx(1.2))
 
 
 @pytest.mark.parametrize("parting", [0.9, 1.0, 1.2])
