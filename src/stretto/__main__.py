@@ -1,8 +1,6 @@
 """``python -m stretto``."""
 
-import sys
-
-from stretto.cli.main import main
+from stretto.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -117,6 +117,31 @@ def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(
     assert looked_at == alone
 
 
+OWN_MODELS = [
+    ("crossover",),
+    ("crossover", "strategy.delay=1"),
+    ("sgp", "strategy.delay=2"),
+    ("dpsgd", "strategy.every=2"),
+]
+"""Strategies whose ranks have models of their own."""
+
+
+@pytest.mark.parametrize("strategy", OWN_MODELS, ids=" ".join)
+@pytest.mark.parametrize("cut", [1, 3])
+def test_so_is_one_whose_ranks_have_models_of_their_own(tmp_path, strategy, cut):
+    kind, *settings = strategy
+    never = [f"train.eval_every={NEVER}", f"train.save_every={NEVER}"]
+    # In a pass of 20 samples the last step has 2: one rank has none.
+    pace = ["train.batch=9", f"strategy.kind={kind}", *settings, "optim.momentum=0.9"]
+    whole = loaded_run(tmp_path, *pace, *never, f"train.steps={STEPS}")
+    undisturbed = run(3, whole, saves=False)
+    assert undisturbed[0]["0.weight"] != undisturbed[1]["0.weight"]
+    run(3, loaded_run(tmp_path, *pace, *never, f"train.steps={cut}"))
+    assert run(3, whole, resume=True) == undisturbed
+    often = ["train.eval_every=1", "train.save_every=1", f"train.steps={STEPS}", "run.name=often"]
+    assert run(3, loaded_run(tmp_path, *pace, *often)) == undisturbed
+
+
 def test_the_ranks_of_these_runs_do_have_statistics_of_their_own(tmp_path):
     pace = ["train.batch=9", f"train.steps={STEPS}", f"train.eval_every={NEVER}"]
     first, *_, last = run(4, loaded_run(tmp_path, *pace))

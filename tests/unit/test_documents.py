@@ -30,6 +30,7 @@ LINKED = (
     "docs/collectives.md",
     "docs/sharding.md",
     "docs/planning.md",
+    "docs/gossip.md",
     *DECISIONS,
 )
 
@@ -111,7 +112,7 @@ def test_the_quick_start_sets_up_with_two_commands():
     assert [line.partition("#")[0].strip() for line in lines] == ["make demo", "make test"]
 
 
-@pytest.mark.parametrize("document", [*LINKED[:10], "examples/text.toml", "examples/images.toml"])
+@pytest.mark.parametrize("document", [*LINKED[:11], "examples/text.toml", "examples/images.toml"])
 def test_every_stretto_command_parses(document):
     app = build_app()
     lines = command_lines(document)

@@ -1,8 +1,11 @@
 """``stretto``: the verbs, none of which is imported before it is asked for."""
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from cyclopts import App, CycloptsError
 
@@ -51,6 +54,23 @@ def build_app() -> App:
     for verb, (path, text) in VERBS.items():
         app.command(path, name=verb, help=text)
     return app
+
+
+def run() -> NoReturn:
+    """Run one verb as a process, and end it.
+
+    Who has talked to other ranks leaves at once, after everything that was to be done at exit: when
+    an interpreter takes itself apart, groups of Gloo end with it, and now and then one of their
+    threads is still there ("terminate called without an active exception", after all was saved).
+    """
+    code = main()
+    if "stretto.comm.gloo" not in sys.modules:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

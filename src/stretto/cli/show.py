@@ -1,4 +1,4 @@
-"""``stretto show``: a collective's schedule, drawn."""
+"""``stretto show``: a collective's schedule, or who talks to whom in gossip, drawn."""
 
 import difflib
 import json
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stretto.report.drawing.diagram import Diagram
 
 DEFAULT_RANKS = 4
+GOSSIP = "gossip"
 MOST_RANKS_TIMES_PARTS = 4096
 """Beyond it even one rank's program takes long to write down."""
 WIDTH_OF_A_PIPE = 120
@@ -48,6 +49,7 @@ def show(
     """Draw who sends which chunks to whom, step by step, and what it comes to.
 
     Example: stretto show hierarchical --hosts 2 --ranks-per-host 4 --svg hierarchical.svg
+    Example: stretto show one-peer-exponential --collective gossip --ranks 8
 
     Parameters
     ----------
@@ -55,7 +57,8 @@ def show(
         Its name, as ring; a wrong one is answered with the list.
     collective
         allreduce, reduce-scatter, all-gather or broadcast; or host-reduce-scatter or
-        host-all-gather, where every host has the whole tensor, shared out among its ranks.
+        host-all-gather, where every host has the whole tensor, shared out among its ranks; or
+        gossip, whose topologies have rounds instead.
     parts
         Parts of the tensor that follow each other through the schedule.
     svg
@@ -68,6 +71,8 @@ def show(
     if svg is not None:
         _check_file(svg)
     mesh = _mesh(among)
+    if collective == GOSSIP:
+        return _show_topology(algorithm, mesh.size, svg, json_=json_)
     shown = diagram(_schedule(algorithm, collective, mesh, parts), mesh, collective)
     if svg is not None:
         _write(svg, shown)
@@ -76,6 +81,35 @@ def show(
             print(json.dumps({**asdict(message), "action": message.action.value}))
     elif svg is None:
         _draw(shown)
+    return 0
+
+
+def _show_topology(name: str, size: int, svg: Path | None, *, json_: bool) -> int:
+    from stretto.topology import named
+    from stretto.topology.analysis import report
+    from stretto.topology.draw import graph, lines
+
+    if svg is not None:
+        raise ConfigError("--svg draws schedules; a topology is told in lines: leave it out")
+    topology = named(name)
+    topology.check(size)
+    drawn = lines(topology, size)
+    if json_:
+        for number in range(len(drawn)):
+            edges = graph(topology, size, number).edges(data="weight")
+            print(json.dumps({"round": number, "messages": [list(edge) for edge in edges]}))
+        return 0
+    for number, line in enumerate(drawn):
+        print(f"round {number}: {line}")
+    known = report(topology, size)
+    exact = known.rounds_to_consensus
+    print(
+        f"{name}, {size} ranks: at most {known.most_messages.sends} sent and "
+        f"{known.most_messages.receives} received by a rank in a round; "
+        + ("never exactly equal" if exact is None else f"exactly equal after {exact} rounds")
+        + ("" if known.spectral_gap is None else f"; spectral gap {known.spectral_gap:.3f}")
+        + ("" if known.doubly_stochastic else "; needs push-sum")
+    )
     return 0
 
 
@@ -123,7 +157,7 @@ def _schedule(algorithm: str, collective: str, mesh: "Mesh", parts: int) -> "Sch
         "host-reduce-scatter": HOST_REDUCE_SCATTER,
         "host-all-gather": HOST_ALL_GATHER,
     }
-    _check_known("--collective", collective, tables)
+    _check_known("--collective", collective, (*tables, GOSSIP))
     table = tables[collective]
     elsewhere = [name for name, other in tables.items() if algorithm in other]
     if algorithm not in table and elsewhere:

@@ -35,6 +35,8 @@ _EFFORT = 500
 with many units."""
 _CUT = 1.01
 """How many times as long a plan counts whose units are cut."""
+_HURRY = 1.03
+"""And one whose gathers have no time to be late, where ranks are."""
 _NEAR = 1.03
 """Only a plan that takes no longer than so many times the best is worth wider windows."""
 
@@ -58,15 +60,6 @@ class Candidate(NamedTuple):
     chosen: tuple[Option, ...]
     fine: bool = False
     reach: Reach = Reach(FAR, FAR)
-
-
-def _weight(candidate: Candidate) -> float:
-    """Return a candidate's time, a little more where units travel in blocks.
-
-    Every message costs more than its time on the link: a plan of many must be worth it.
-    """
-    cut = any(len(unit.blocks) > 1 for unit in candidate.plan.units)
-    return candidate.step_s * (_CUT if cut else 1.0)
 
 
 def is_sound(plan: Plan) -> bool:
@@ -129,10 +122,23 @@ class Candidates:
     def offer(self, candidate: Candidate) -> bool:
         """Take a candidate that fits, if it is better than the best."""
         now = self._best
-        better = now is None or _weight(candidate) < _weight(now) * (1 - 1e-9)
+        better = now is None or self._weight(candidate) < self._weight(now) * (1 - 1e-9)
         if better:
             self._best = candidate
         return better
+
+    def _weight(self, candidate: Candidate) -> float:
+        """Return a candidate's time, a little more where units travel in blocks, or in a hurry.
+
+        Every message costs more than its time on the link: a plan of many must be worth it. Where
+        ranks were seen to be unequal, one that has a slot to spare is as good as a faster one.
+        """
+        weight = candidate.step_s
+        if any(len(unit.blocks) > 1 for unit in candidate.plan.units):
+            weight *= _CUT
+        if self.profile.is_uneven and candidate.plan.hurries:
+            weight *= _HURRY
+        return weight
 
     def try_choices(
         self,

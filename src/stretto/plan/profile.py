@@ -212,6 +212,11 @@ class Profile(Saved):
             }
         )
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks were seen to lose by waiting for each other."""
+        return max(self.parting, self.straying, self.straying_met) > 1.0
+
     def run_by(self, plan: Plan) -> "Profile":
         """Return what it is for a plan: with a barrier or without, straying or not."""
         parting, straying = self.parting, self.straying

@@ -113,6 +113,12 @@ class Plan(Saved):
         ]
         return order != sorted(order)
 
+    @property
+    def hurries(self) -> bool:
+        """Whether something may be gathered only a slot before its use, and could be earlier."""
+        count, update = self.slots.count, self.slots.update
+        return any((m.due - m.gate) % count == 1 != m.due - update for m in self.of(What.GATHER))
+
     def of(self, what: What) -> Iterator[Message]:
         """Yield the messages of one sort, in order."""
         return (message for message in self.messages if message.what is what)

@@ -11,18 +11,46 @@ from stretto.comm.channel import Channel
 from stretto.plan.profile import Profile
 from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts, tuned
 from stretto.strategy.base import Agreed, MakeOptimizer, Strategy
+from stretto.strategy.gossip.config import (
+    AnyGossipConfig,
+    CrossoverConfig,
+    DPSGDConfig,
+    GossipConfig,
+    SGPConfig,
+)
+from stretto.strategy.gossip.segments import cut_segments
+from stretto.strategy.gossip.strategy import Gossip
+from stretto.strategy.local.config import (
+    AnyLocalConfig,
+    DiLoCoConfig,
+    LocalConfig,
+    LocalSGDConfig,
+    NoLoCoConfig,
+    PostLocalConfig,
+    SlowMoConfig,
+)
+from stretto.strategy.local.fragment import cut_fragments
+from stretto.strategy.local.strategy import LocalUpdates
 from stretto.strategy.sharded.config import ShardedConfig, checked_plan
 from stretto.strategy.sharded.known import Known
 from stretto.strategy.sharded.strategy import Sharded
 from stretto.telemetry.timeline import Recorder
 
-AnyStrategyConfig = AllReduceConfig | ShardedConfig
+AnyStrategyConfig = AllReduceConfig | ShardedConfig | AnyGossipConfig | AnyLocalConfig
 StrategyConfig = Annotated[AnyStrategyConfig, Field(discriminator="kind")]
 """The configs of all strategies, tagged by ``kind``."""
 
 STRATEGIES: dict[str, type[AnyStrategyConfig]] = {
     "allreduce": AllReduceConfig,
     "sharded": ShardedConfig,
+    "crossover": CrossoverConfig,
+    "dpsgd": DPSGDConfig,
+    "sgp": SGPConfig,
+    "local_sgd": LocalSGDConfig,
+    "post_local": PostLocalConfig,
+    "slowmo": SlowMoConfig,
+    "diloco": DiLoCoConfig,
+    "noloco": NoLoCoConfig,
 }
 """The words a user may choose from."""
 
@@ -46,6 +74,10 @@ def build_strategy(
         sharded = Sharded(config, channel, recorder, weigh_samples=weigh_samples)
         sharded.known = Known(calls, profile)
         return sharded
+    if isinstance(config, GossipConfig):
+        return Gossip(config, channel, recorder, own_means=weigh_samples, calls=calls)
+    if isinstance(config, LocalConfig):
+        return LocalUpdates(config, channel, recorder, own_means=weigh_samples)
     return AllReduce(config, channel, recorder, weigh_samples=weigh_samples)
 
 
@@ -57,6 +89,10 @@ def check_strategy(config: AnyStrategyConfig, model: nn.Module, calls: Sequence[
     """
     if isinstance(config, ShardedConfig):
         checked_plan(config, model, calls)
+    elif isinstance(config, GossipConfig):
+        cut_segments(model, config.segments)
+    elif isinstance(config, LocalConfig):
+        cut_fragments(model, config.streaming().fragments)
     else:
         config.description()
         bucket_cuts(config, model)
@@ -64,7 +100,7 @@ def check_strategy(config: AnyStrategyConfig, model: nn.Module, calls: Sequence[
 
 def chosen_settings(config: AnyStrategyConfig, mesh: Mesh, model: nn.Module) -> dict[str, object]:
     """Return what ``config`` leaves open and a run on ``mesh`` chooses, by key."""
-    if isinstance(config, ShardedConfig):
+    if not isinstance(config, AllReduceConfig):
         return {}
     chosen = tuned(config, mesh, model)
     derived: dict[str, object] = {
@@ -83,9 +119,21 @@ __all__ = [
     "AllReduce",
     "AllReduceConfig",
     "AnyStrategyConfig",
+    "CrossoverConfig",
+    "DPSGDConfig",
+    "DiLoCoConfig",
+    "Gossip",
+    "GossipConfig",
+    "LocalConfig",
+    "LocalSGDConfig",
+    "LocalUpdates",
     "MakeOptimizer",
+    "NoLoCoConfig",
+    "PostLocalConfig",
+    "SGPConfig",
     "Sharded",
     "ShardedConfig",
+    "SlowMoConfig",
     "Strategy",
     "StrategyConfig",
     "build_strategy",

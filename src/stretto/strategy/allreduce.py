@@ -136,6 +136,8 @@ def bucket_cuts(config: AllReduceConfig, model: nn.Module) -> tuple[int, ...]:
 class AllReduce:
     """Gradients reduced bucket by bucket while backward goes on."""
 
+    own_models = False
+
     def __init__(
         self,
         config: AllReduceConfig,
@@ -223,6 +225,13 @@ class AllReduce:
         """Make buffers equal; parameters are."""
         self._buffers.settle(self._channel)
 
+    def apart(self) -> float | None:
+        """Return nothing: there is one model."""
+        return None
+
+    def unsettle(self) -> None:
+        """Do nothing: parameters are equal all the time."""
+
     def close(self) -> None:
         """Take the hooks off the model and end the courier's threads."""
         for hook in self._hooks:
@@ -241,6 +250,10 @@ class AllReduce:
         """Return the summed gradients, last layers first."""
         parameters = (p for bucket in self._buckets for p in bucket.parameters)
         return [(self._names[id(p)], p.grad) for p in parameters if p.grad is not None]
+
+    def undoable(self) -> dict[str, Tensor]:
+        """Return all of it: entries are taken out as gradients leave."""
+        return self.own_state()
 
     def own_state(self) -> dict[str, Tensor]:
         """Return what each bucket's carrier keeps: entries that a sparse wire has not sent yet."""

@@ -74,6 +74,9 @@ class Strategy(Protocol):
     """Whether the step may change parameters; asked, from whichever thread, by a strategy that
     updates before `after_backward`."""
 
+    own_models: bool
+    """Whether each rank has a model of its own, that differs from the others'."""
+
     def attach(
         self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, Optimizer]:
@@ -99,6 +102,17 @@ class Strategy(Protocol):
         """Drain what is in flight and make parameters and buffers whole and equal everywhere."""
         ...
 
+    def apart(self) -> float | None:
+        """Return how far ranks' own models are from the mean on which they are settled.
+
+        As a share of its norm; None where they have none. All ranks together.
+        """
+        ...
+
+    def unsettle(self) -> None:
+        """Go on with parameters of this rank's own, where it has such; `begin` does so, too."""
+        ...
+
     def close(self) -> None:
         """End threads; the channel is the caller's."""
         ...
@@ -115,12 +129,16 @@ class Strategy(Protocol):
         """Return what this rank has of the step's gradients, by name, last layers first."""
         ...
 
+    def undoable(self) -> dict[str, Tensor]:
+        """Return copies of what, of `own_state`, a step changes before it is known to count."""
+        ...
+
     def own_state(self) -> dict[str, Tensor]:
         """Return copies of what this rank alone keeps from step to step; names as on all ranks."""
         ...
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take it back; not called where the number of ranks has changed."""
+        """Take it back; nothing, where it belonged to other ranks: all begin from one model."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

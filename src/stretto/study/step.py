@@ -20,6 +20,7 @@ from stretto.measure.live_bytes import peak_bytes
 from stretto.model import GPTConfig, build_model
 from stretto.plan.memory import Widths
 from stretto.run import RunConfig
+from stretto.strategy import GossipConfig
 from stretto.strategy.sharded.config import ShardedConfig, checked_plan
 from stretto.study.contenders import ALONE, DDP, Stage, absent_peers, chosen_peers, contenders
 
@@ -107,7 +108,9 @@ def _rows(config: RunConfig, world: World, model: nn.Module, measured: Measured)
     ddp = [name for name in times if name.startswith(DDP)]
     tuned = min(ddp, key=medians.__getitem__) if ddp else None
     others = sorted((name for name in times if name != kind), key=lambda name: name != tuned)
-    bound = bound_s(must_carry(config, model, world.mesh.hosts), medians[ALONE], world)
+    mesh = world.mesh
+    carried = must_carry(config, model, mesh.hosts, per_host=mesh.ranks_per_host[0])
+    bound = bound_s(carried, medians[ALONE], world)
     return [
         Row(
             _case(config, world, model),
@@ -131,12 +134,17 @@ def _case(config: RunConfig, world: World, model: nn.Module) -> str:
     return f"{config.model.kind} {num_bytes / 1e6:.1f} MB, {shape}{plan}"
 
 
-def must_carry(config: RunConfig, model: nn.Module, hosts: int) -> float | None:
+def must_carry(
+    config: RunConfig, model: nn.Module, hosts: int, *, per_host: int = 1
+) -> float | None:
     """Return what every host's link must carry in a step; None where it depends on the gradients.
 
-    Whatever the algorithm: a sum that everybody gets costs twice the bytes, a gather once.
+    Whatever the algorithm: a sum that everybody gets costs twice the bytes, a gather once. What
+    gossip sends out of a host with several ranks depends on who is drawn.
     """
     strategy = config.strategy
+    if isinstance(strategy, GossipConfig):
+        return _told_bytes(strategy, model, hosts) if per_host == 1 else None
     if not isinstance(strategy, ShardedConfig):
         num_bytes = _summed_bytes(strategy.wire, model)
         return None if num_bytes is None else 2 * (hosts - 1) / hosts * num_bytes
@@ -144,6 +152,13 @@ def must_carry(config: RunConfig, model: nn.Module, hosts: int) -> float | None:
     compute = WIRE[strategy.parameters] or own
     wire = WIRE[strategy.wire] or compute
     return link_bytes(checked_plan(strategy, model), Widths(compute.itemsize, wire.itemsize), hosts)
+
+
+def _told_bytes(strategy: GossipConfig, model: nn.Module, hosts: int) -> float:
+    """Return what a rank that is a host by itself tells its peers, in the mean of all steps."""
+    wire = WIRE[strategy.wire]
+    num_bytes = sum(p.numel() * (wire or p.dtype).itemsize for p in model.parameters())
+    return num_bytes * len(strategy.who()(0, hosts, 0, 0).sends) / strategy.every
 
 
 def _summed_bytes(word: str, model: nn.Module) -> float | None:

@@ -61,6 +61,12 @@ class EvalDone:
     loss: float
     accuracy: float | None
     """Right answers as a fraction of all; None where the task has no such thing."""
+    own_loss: float | None = None
+    own_accuracy: float | None = None
+    """The same of ranks' own models, each on its share of the data, where they differ; the model
+    measured above is then their mean."""
+    apart: float | None = None
+    """How far they are from that mean: the root of the mean square, as a share of its norm."""
 
 
 @dataclass(frozen=True, slots=True)

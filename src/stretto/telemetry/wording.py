@@ -76,7 +76,11 @@ def shares(event: StepDone) -> str:
 
 def evaluation(event: EvalDone) -> str:
     """Return loss and accuracy of an evaluation, and the step it was made at."""
-    return f"step {event.step}, loss {event.loss:.4f}{_accuracy(event.accuracy)}"
+    told = f"step {event.step}, loss {event.loss:.4f}{_accuracy(event.accuracy)}"
+    if event.own_loss is None:
+        return told
+    own = f"ranks' own models: loss {event.own_loss:.4f}{_accuracy(event.own_accuracy)}"
+    return f"{told}; {own}" + (f", {event.apart:.2%} apart" if event.apart is not None else "")
 
 
 def reading(event: DataRead) -> str:

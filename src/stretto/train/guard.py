@@ -44,7 +44,7 @@ class Guard:
     @torch.no_grad()
     def keep(self) -> None:
         """Note the buffers and what the strategy keeps: of a step left out nothing must stay."""
-        self._kept_own = self._parts.strategy.own_state()
+        self._kept_own = self._parts.strategy.undoable()
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             kept.copy_(buffer)
 
@@ -124,7 +124,8 @@ class Guard:
         self._parts.optimizer.zero_grad(set_to_none=True)
         for kept, buffer in zip(self._kept, self._buffers, strict=True):
             buffer.copy_(kept)
-        self._parts.strategy.load_own_state(self._kept_own)
+        if self._kept_own:
+            self._parts.strategy.load_own_state(self._kept_own)
 
     def _tell(self, step: int, words: str) -> None:
         self._parts.report(StepLeftOut(step + 1, words))

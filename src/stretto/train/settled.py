@@ -29,6 +29,7 @@ def settled(parts: Parts) -> Iterator[Mapping[str, Tensor]]:
     try:
         yield own
     finally:
+        parts.strategy.unsettle()
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(own[name])

@@ -126,8 +126,6 @@ def restore_(parts: Parts, state: State) -> None:
     parts.strategy.take_optimizer(whole)
     parts.strategy.load_state_dict(state.facts["strategy"])
     kept = state.under(strategy_of_rank(parts.channel.rank)) if same_size else {}
-    if not same_size:  # what was left to send belonged to other ranks
-        kept = {name: torch.zeros_like(t) for name, t in parts.strategy.own_state().items()}
     parts.strategy.load_own_state(kept)
     parts.watch.load_state_dict(state.facts.get("early_stop", {}))
     parts.scale.load_state_dict(state.facts.get("loss_scale", {}))

@@ -105,6 +105,15 @@ def test_only_who_leaves_the_order_of_use_pays_for_it():
     assert time_plan(met, dear).step_s == pytest.approx(1.1 * time_plan(met, plain).step_s)
 
 
+def test_a_plan_hurries_that_gathers_a_unit_only_when_the_one_before_it_runs():
+    three = (*TWO, Shape("c", 1000))
+    assert named_plan("zero2", three, Wish(prefetch=1)).hurries
+    assert not named_plan("zero2", three, Wish(prefetch=2)).hurries
+    assert not named_plan("dear", three).hurries
+    assert not named_plan("ddp", three).hurries
+    assert not named_plan("dear", TWO[:1]).hurries, "the first unit has no earlier slot"
+
+
 def test_a_latency_is_paid_for_each_message():
     plan = named_plan("dear", TWO)
     late = time_plan(plan, profile_of(TWO, latency_s=0.5))

@@ -35,6 +35,8 @@ from stretto.telemetry.timeline import Recorder
 class Sharded:
     """Gathers parameters before they are used, reduces gradients as they come, as planned."""
 
+    own_models = False
+
     def __init__(
         self,
         config: ShardedConfig,
@@ -263,6 +265,17 @@ class Sharded:
                 if piece.parameter.grad is not None:
                     named.append((unit.names[piece.tensor], piece.parameter.grad))
         return named[::-1]
+
+    def apart(self) -> float | None:
+        """Return nothing: there is one model."""
+        return None
+
+    def unsettle(self) -> None:
+        """Do nothing: what is whole is let go when the next step begins."""
+
+    def undoable(self) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
 
     def own_state(self) -> dict[str, Tensor]:
         """Return nothing: what a rank has of its own is part of the whole."""

@@ -21,7 +21,13 @@ def scalars(event: Event) -> Scalars | None:
         case StepDone():
             values = _step(event)
         case EvalDone():
-            values = {"eval/loss": event.loss, "eval/accuracy": event.accuracy}
+            values = {
+                "eval/loss": event.loss,
+                "eval/accuracy": event.accuracy,
+                "eval/own_loss": event.own_loss,
+                "eval/own_accuracy": event.own_accuracy,
+                "eval/apart": event.apart,
+            }
         case DataRead():
             values = {
                 "data/decoded": event.decoded,

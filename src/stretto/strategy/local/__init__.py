@@ -1,0 +1,1 @@
+"""Local updates: every rank steps by itself, and every so many steps all begin again together."""

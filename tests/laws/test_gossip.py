@@ -1,0 +1,428 @@
+"""Gossip is what its papers say: histories against plain NumPy; means, masses and groups of one."""
+
+from itertools import pairwise
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stretto.comm.local import run_local
+from stretto.strategy import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
+from stretto.topology import TOPOLOGIES, named
+from stretto.topology.custom import of_graph
+
+STEPS, WORKERS, LR, MOMENTUM = 20, 4, 0.01, 0.9
+SAMPLES, WIDTHS = 3, (5, 4, 2)
+"""Of a worker in a step; of the two layers, which are a segment each."""
+
+
+def batches(workers=WORKERS, steps=STEPS):
+    """Return inputs and targets by step and worker."""
+    draw = np.random.default_rng(7)
+    return (
+        draw.normal(size=(steps, workers, SAMPLES, WIDTHS[0])),
+        draw.normal(size=(steps, workers, SAMPLES, WIDTHS[2])),
+    )
+
+
+def initial():
+    draw = np.random.default_rng(1)
+    return [draw.normal(size=(o, i)) for i, o in pairwise(WIDTHS)]
+
+
+def gradients(weights, x, y):
+    """Return those of the mean over samples of half the squared error of two layers."""
+    first, second = weights
+    hidden = x @ first.T
+    error = (hidden @ second.T - y) / len(x)
+    return [(error @ second).T @ x, error.T @ hidden]
+
+
+class Chain(nn.Module):
+    """Two layers without biases, from the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTHS[0], WIDTHS[1], bias=False, dtype=torch.float64)
+        self.second = nn.Linear(WIDTHS[1], WIDTHS[2], bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            for layer, value in zip((self.first, self.second), initial(), strict=True):
+                layer.weight.copy_(torch.from_numpy(value))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def trained(config, workers=WORKERS, *, reads=False, calls=("first", "second"), see=None):
+    """Train as the loop does; return each worker's weights after every step."""
+    inputs, targets = batches(workers)
+
+    def on_rank(channel):
+        strategy = build_strategy(config, channel, calls=calls)
+        strategy.reads_gradients = reads
+        model, optimizer = strategy.attach(
+            Chain(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
+        )
+        history = []
+        for step in range(STEPS):
+            strategy.begin(step, 0, True, LR)
+            x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+            loss = (model(x) - y).square().sum() / 2
+            (loss / (SAMPLES * workers)).backward()
+            agreed = strategy.after_backward()
+            if not agreed.done:
+                optimizer.step()
+                optimizer.zero_grad()
+            strategy.after_update()
+            history.append(seen(strategy, model))
+            if see is not None:
+                see(strategy, step)
+        strategy.close()
+        return history
+
+    return run_local(workers, on_rank)
+
+
+def seen(strategy, model):
+    """Return the weights that the next forward would use."""
+    if not strategy._config.delay:
+        for index in range(len(strategy._mixers)):
+            strategy._arrive(index)
+    return [layer.weight.detach().numpy().copy() for layer in (model.first, model.second)]
+
+
+def assert_same(history, expected):
+    for rank, steps in enumerate(history):
+        for step, weights in enumerate(steps):
+            for layer, weight in enumerate(weights):
+                np.testing.assert_allclose(
+                    weight,
+                    expected[step][rank][layer],
+                    rtol=0,
+                    atol=1e-12,
+                    err_msg=f"{step} {rank}",
+                )
+
+
+class Workers:
+    """Workers in NumPy: weights and momentum of each, by layer."""
+
+    def __init__(self, workers=WORKERS):
+        self.x = [initial() for _ in range(workers)]
+        self.u = [[np.zeros_like(w) for w in initial()] for _ in range(workers)]
+        self.inputs, self.targets = batches(workers)
+
+    def directions(self, step, at=None):
+        """Return what each worker would go along, its momentum brought up to date."""
+        for rank, weights in enumerate(at or self.x):
+            found = gradients(weights, self.inputs[step, rank], self.targets[step, rank])
+            self.u[rank] = [MOMENTUM * u + g for u, g in zip(self.u[rank], found, strict=True)]
+        return self.u
+
+    def adapt(self, step, at=None):
+        for x, u in zip(self.x, self.directions(step, at), strict=True):
+            for layer in range(2):
+                x[layer] = x[layer] - LR * u[layer]
+
+    def copy(self):
+        return [[w.copy() for w in weights] for weights in self.x]
+
+
+def matrix(topology, step, layer, size=WORKERS):
+    """Return W of a round: row i is what i goes on with."""
+    found = np.zeros((size, size))
+    for rank in range(size):
+        peers = topology(rank, size, step, layer)
+        found[rank, rank] = peers.own
+        for edge in peers.receives:
+            found[rank, edge.rank] += edge.weight
+    return found
+
+
+def mixed(x, topology, step):
+    return [
+        [
+            sum(matrix(topology, step, layer, len(x))[i, j] * x[j][layer] for j in range(len(x)))
+            for layer in range(2)
+        ]
+        for i in range(len(x))
+    ]
+
+
+CUTS = {"segments": "coarse"}
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("calls", [("first", "second"), ()])
+def test_crossover_averages_each_segment_with_a_peer_drawn_for_it(reads, calls):
+    config = CrossoverConfig(**CUTS, seed=5)
+    workers, expected = Workers(), []
+    for step in range(STEPS):
+        workers.adapt(step)
+        workers.x = mixed(workers.x, config.who(), step)
+        expected.append(workers.copy())
+    assert_same(trained(config, reads=reads, calls=calls), expected)
+    # Layers do meet different peers.
+    pairs = [matrix(config.who(), step, layer) for step in range(STEPS) for layer in range(2)]
+    assert any((pairs[i] != pairs[i + 1]).any() for i in range(0, len(pairs), 2))
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_what_is_heard_late_counts_as_the_difference_that_there_was(delay):
+    config = CrossoverConfig(**CUTS, delay=delay)
+    workers, expected, left = Workers(), [], []
+    for step in range(STEPS):
+        workers.adapt(step)
+        if step >= delay:
+            number, was = left[step - delay]
+            then = mixed(was, config.who(), number)
+            for x, old, new in zip(workers.x, was, then, strict=True):
+                for layer in range(2):
+                    x[layer] = x[layer] + new[layer] - old[layer]
+        left.append((step, workers.copy()))
+        expected.append(workers.copy())
+    assert_same(trained(config), expected)
+
+
+def test_dpsgd_adds_an_update_to_what_all_had_before_it():
+    config = DPSGDConfig()
+    assert matrix(config.who(), 0, 0)[0, 1] == pytest.approx(1 / 3)
+    workers, expected = Workers(), []
+    for step in range(STEPS):
+        u = workers.directions(step)
+        workers.x = [
+            [m - LR * d for m, d in zip(mix, direction, strict=True)]
+            for mix, direction in zip(mixed(workers.x, config.who(), 0), u, strict=True)
+        ]
+        expected.append(workers.copy())
+    assert_same(trained(config), expected)
+
+
+IRREGULAR = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)])
+"""Rank 0 hears two and tells two, 1 and 3 hear one and tell one: rows do not sum to one."""
+
+
+class Irregular(SGPConfig):
+    """SGP on a graph of the tests' own."""
+
+    def who(self):
+        return of_graph(IRREGULAR)
+
+
+def sgp(config):
+    """Return the history of x, w and z = x / w as the paper has it, and the masses."""
+    workers, expected, masses = Workers(), [], []
+    w, under_way = np.ones(WORKERS), []
+    z = workers.copy()
+    for step in range(STEPS):
+        workers.adapt(step, at=z)
+        if config.delay and len(under_way) >= config.delay:
+            w = receive(workers.x, w, under_way.pop(0))
+        under_way.append(push(workers.x, w, matrix(config.who(), step, 0)))
+        w = under_way[-1][2]
+        if not config.delay:
+            w = receive(workers.x, w, under_way.pop(0))
+        z = [[value / mass for value in x] for x, mass in zip(workers.x, w, strict=True)]
+        expected.append([[value.copy() for value in weights] for weights in z])
+        masses.append(w.copy())
+    return expected, masses
+
+
+def push(x, w, p):
+    """Send p_ji x_i and p_ji w_i, keep the rest; return what is on its way and what is left."""
+    n = len(x)
+    sent = [
+        [sum(p[j, i] * x[i][k] for i in range(n) if i != j) for k in range(2)] for j in range(n)
+    ]
+    mass = [sum(p[j, i] * w[i] for i in range(n) if i != j) for j in range(n)]
+    for i in range(n):
+        x[i] = [p[i, i] * value for value in x[i]]
+    return sent, mass, np.array([p[i, i] * w[i] for i in range(n)])
+
+
+def receive(x, w, arriving):
+    sent, mass, _ = arriving
+    for i in range(len(x)):
+        x[i] = [value + more for value, more in zip(x[i], sent[i], strict=True)]
+    return w + np.array(mass)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+@pytest.mark.parametrize("kind", [SGPConfig, Irregular])
+def test_sgp_pushes_shares_and_divides_by_their_mass(kind, delay, reads):
+    config = kind(delay=delay)
+    expected, masses = sgp(config)
+    history = trained(config, reads=reads)
+    assert_same(history, expected)
+    apart = max(np.ptp(of_step) for of_step in masses)
+    assert apart > 0.01 or kind is SGPConfig, "masses differ where rows do not sum to 1"
+
+
+CONFIGS = [
+    *(CrossoverConfig(**CUTS, delay=delay) for delay in (0, 1, 2)),
+    CrossoverConfig(segments="whole", topology="base", every=3),
+    CrossoverConfig(**CUTS, wire="fp32", delay=1),
+    DPSGDConfig(topology="static-exponential"),
+    SGPConfig(delay=1),
+    Irregular(),
+    Irregular(delay=2),
+]
+
+
+def mix_alone(config, workers=WORKERS, steps=12):
+    """Let workers that begin apart mix without learning; return the whole of each, step by step."""
+
+    def on_rank(channel):
+        strategy = build_strategy(config, channel)
+        model, _ = strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=0.0))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(channel.rank)
+        told = []
+        for step in range(steps):
+            strategy.begin(step, 0, True, 0.0)
+            strategy.after_backward()
+            strategy.after_update()
+            for mixer in strategy._mixers:
+                mixer.wait()
+            whole = [value.numpy() for mixer in strategy._mixers for value in mixer.whole()]
+            told.append((whole, sum(mixer.mass + in_flight(mixer) for mixer in strategy._mixers)))
+        strategy.settle()
+        settled = [p.detach().numpy().copy() for p in model.parameters()]
+        strategy.close()
+        return told, settled
+
+    return run_local(workers, on_rank)
+
+
+def in_flight(mixer):
+    """Return the mass that a worker has heard of and not taken in."""
+    return sum(float(mixer._come_to(one)[-1]) for one in mixer._rounds if mixer._MORE)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.kind}-{c.topology}-{c.delay}")
+def test_rounds_move_no_mean_and_lose_no_mass(config):
+    found = mix_alone(config)
+    wanted = [w + 1.5 for w in initial()]
+    close = 1e-6 if config.wire == "fp32" else 1e-12
+    for step in range(12):
+        wholes = [told[step][0] for told, _ in found]
+        order = slice(None, None, -1) if config.segments == "coarse" else slice(None)
+        means = [np.mean(of_ranks, axis=0) for of_ranks in zip(*wholes, strict=True)][order]
+        for mean, value in zip(means, wanted, strict=True):
+            np.testing.assert_allclose(mean, value, rtol=0, atol=close)
+        segments = 2 if config.segments == "coarse" else 1
+        assert sum(told[step][1] for told, _ in found) == pytest.approx(4 * segments, abs=1e-12)
+    for _, settled in found:
+        for value, mean in zip(settled, wanted, strict=True):
+            np.testing.assert_allclose(value, mean, rtol=0, atol=close)
+
+
+def test_one_worker_is_plain_sgd_and_all_peers_are_synchronous_sgd():
+    workers, expected = Workers(1), []
+    for step in range(STEPS):
+        workers.adapt(step)
+        expected.append(workers.copy())
+    for config in (CrossoverConfig(), DPSGDConfig(), SGPConfig()):
+        assert_same(trained(config, 1), expected)
+    workers, expected = Workers(), []
+    for step in range(STEPS):
+        u = workers.directions(step)
+        mean = [np.mean([of_rank[layer] for of_rank in u], axis=0) for layer in range(2)]
+        workers.x = [[x - LR * m for x, m in zip(workers.x[0], mean, strict=True)]] * WORKERS
+        expected.append(workers.copy())
+    assert_same(trained(CrossoverConfig(topology="complete")), expected)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_topology_that_fits_can_be_gossiped_on(name):
+    size = 4
+    if named(name).refuses(size):
+        pytest.skip(f"{name} has no {size} ranks")
+    found = mix_alone(CrossoverConfig(topology=name, **CUTS), size, steps=40)
+    first, *others = (told[-1][0] for told, _ in found)
+    for other in others:
+        for mine, theirs in zip(first, other, strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-3)
+
+
+class Rarely(Chain):
+    """Has a parameter that only some forwards use."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = nn.Parameter(torch.ones(WIDTHS[2], dtype=torch.float64))
+
+    def forward(self, x, *, rare):
+        out = super().forward(x)
+        return out * self.rare if rare else out
+
+
+def in_two_pieces(config, *, reads):
+    """Train with two micro-batches a step, of which the first alone uses every parameter."""
+    inputs, targets = batches()
+
+    def on_rank(channel):
+        strategy = build_strategy(config, channel)
+        strategy.reads_gradients = reads
+        model, optimizer = strategy.attach(
+            Rarely(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
+        )
+        for step in range(5):
+            x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+            for micro in range(2):
+                strategy.begin(step, micro, micro == 1, LR)
+                error = model(x[micro::2], rare=micro == 0) - y[micro::2]
+                (error.square().sum() / (2 * SAMPLES * WORKERS)).backward()
+            if not strategy.after_backward().done:
+                optimizer.step()
+                optimizer.zero_grad()
+            strategy.after_update()
+        strategy.close()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    return run_local(WORKERS, on_rank)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_updating_segments_in_backward_equals_updating_them_at_its_end(delay):
+    config = CrossoverConfig(**CUTS, delay=delay)
+    early, late = (in_two_pieces(config, reads=reads) for reads in (False, True))
+    assert not torch.equal(early[0]["rare"], torch.ones(WIDTHS[2], dtype=torch.float64))
+    for mine, other in zip(early, late, strict=True):
+        for name, value in mine.items():
+            torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
+
+
+def test_what_ranks_settle_on_is_the_mean_and_each_goes_on_with_its_own():
+    def on_rank(channel):
+        strategy = build_strategy(CrossoverConfig(**CUTS, delay=1), channel)
+        model, _ = strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=LR))
+        with torch.no_grad():
+            model.first.weight.add_(channel.rank)
+        own = model.first.weight.detach().clone()
+        strategy.settle()
+        mean, apart = model.first.weight.detach().clone(), strategy.apart()
+        strategy.settle()
+        again = model.first.weight.detach().clone()
+        strategy.unsettle()
+        back = model.first.weight.detach().clone()
+        strategy.settle()
+        with torch.no_grad():
+            model.first.weight.fill_(3.0)  # somebody loads other weights
+        strategy.begin(0, 0, True, LR)
+        loaded = model.first.weight.detach().clone()
+        strategy.close()
+        return own, mean, again, back, loaded, apart
+
+    first = torch.from_numpy(initial()[0])
+    for own, mean, again, back, loaded, apart in run_local(WORKERS, on_rank):
+        torch.testing.assert_close(mean, first + 1.5, rtol=0, atol=1e-12)
+        torch.testing.assert_close(again, mean, rtol=0, atol=1e-12)
+        assert torch.equal(back, own)
+        assert torch.equal(loaded, torch.full_like(own, 3.0))
+        norm = sum(float((w + 1.5 * (i == 0)).__pow__(2).sum()) for i, w in enumerate(initial()))
+        assert apart == pytest.approx((1.25 * first.numel() / norm) ** 0.5, rel=1e-9)
