@@ -448,7 +448,10 @@ def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(tmp_pat
     assert weights[0] != weights[1], "ranks that were one model would show nothing"
 
 
-def test_settled_is_the_exact_mean_and_each_rank_has_its_own_again():
+@pytest.mark.parametrize(
+    "again", [lambda strategy: strategy.unsettle(), lambda strategy: strategy.begin(5, 0, True, LR)]
+)
+def test_settled_is_the_exact_mean_and_each_rank_has_its_own_again(again):
     def on_rank(channel):
         rank = Rank(DiLoCoConfig(every=4, delay=2, mix=0.5), channel)
         for step in range(5):
@@ -457,7 +460,7 @@ def test_settled_is_the_exact_mean_and_each_rank_has_its_own_again():
         rank.strategy.settle()
         rank.strategy.settle()
         mean = rank.weights()
-        rank.strategy.unsettle()
+        again(rank.strategy)
         back = rank.weights()
         rank.strategy.close()
         return own, mean, back
@@ -468,6 +471,23 @@ def test_settled_is_the_exact_mean_and_each_rank_has_its_own_again():
         for own, mean, back in found:
             np.testing.assert_allclose(mean[k], wanted, rtol=0, atol=1e-14)
             assert (own[k] == back[k]).all()
+
+
+def test_settling_waits_for_what_is_under_way():
+    def on_rank(channel):
+        gate = Gate(channel)
+        rank = Rank(DiLoCoConfig(every=4, delay=3, algorithm="ring"), gate)
+        for step in range(3):
+            rank.step(step)
+        gate.open.clear()
+        rank.step(3)
+        threading.Timer(0.2, gate.open.set).start()
+        rank.strategy.settle()
+        opened = gate.open.is_set()
+        rank.strategy.close()
+        return opened
+
+    assert run_local(2, on_rank) == [True, True]
 
 
 def test_with_other_ranks_a_run_begins_anew_from_one_model():
@@ -490,6 +510,22 @@ def test_with_other_ranks_a_run_begins_anew_from_one_model():
         assert not kept["fragment-0/momentum"].any()
 
 
+def test_rounds_begin_anew_where_a_rank_is_not_at_the_mean_that_it_looks_at():
+    def on_rank(channel):
+        rank = Rank(LocalSGDConfig(every=4), channel)
+        for step in range(3):
+            rank.step(step)
+        rank.strategy.settle()
+        rank.strategy.load_own_state({})
+        start = rank.strategy.own_state()["fragment-0/start"]
+        rank.strategy.begin(3, 0, True, LR)
+        rank.strategy.close()
+        return start, torch.cat([p.detach().flatten() for p in rank.model.parameters()])
+
+    for start, own in run_local(2, on_rank):
+        assert torch.equal(start, own)
+
+
 def test_a_checkpoint_of_other_fragments_is_refused_with_what_to_do():
     def on_rank(channel):
         kept = Rank(DiLoCoConfig(every=4, fragments=2), channel).strategy.own_state()
@@ -505,10 +541,10 @@ class Forked(nn.Module):
     def __init__(self, rank):
         super().__init__()
         self.ways = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1), nn.Linear(2, 1)])
-        self.rank = rank
+        self.mine = 1 - rank  # the order of names is not that of ranks
 
     def forward(self, x):
-        return self.ways[self.rank](x)
+        return self.ways[self.mine](x)
 
 
 def test_what_only_some_ranks_optimizers_remember_is_named_alike_and_given_back_to_them_alone():
