@@ -42,6 +42,17 @@ def test_a_step_is_timed_against_ddp_at_every_bucket_size():
     assert tuned[0]["peer_s"] == min(r["peer_s"] for r in rows if r["peer"].startswith("ddp"))
 
 
+def test_the_step_of_a_run_is_timed_by_itself(tmp_path):
+    run = tmp_path / "run.toml"
+    run.write_text(
+        '[model]\nkind = "gpt"\nblocks = 1\nwidth = 32\n[train]\nbatch = 4\n'
+        '[strategy]\nkind = "local_sgd"\nevery = 3\n'
+    )
+    more = ["--run-file", str(run), "--peers", "none", "--runs", "1", "--steps", "3"]
+    (row,) = bench("step", *more)
+    assert row["peer"] == "no communication"
+
+
 def test_a_sharded_step_is_timed_against_fsdp2_that_lets_go_and_that_keeps():
     settings = ["strategy.kind=sharded", "strategy.plan=zero3", "strategy.unit=10KB"]
     small = ["model.blocks=6", "model.width=64", "model.context=8"]

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,15 +15,33 @@ if TYPE_CHECKING:
 
     from stretto.cluster.world import World
     from stretto.measure.interleave import Row
+    from stretto.run import RunConfig
+
+RunFile = Annotated[Path | None, Parameter(name=("--run", "--run-file"))]
 
 bench = App(name="bench", help="Measure on the ranks this was started as (a lab, torchrun).")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """How often steps are timed."""
+
+    runs: int = 9
+    """Interleaved repetitions; the median counts."""
+    steps: int = 2
+    """Steps that are timed as one: those of a whole period, where a strategy has one."""
+
+
 @bench.command
 def step(
-    *overrides: str, runs: int = 9, peers: str = "", device: str = "cpu", json_: bool = False
+    *overrides: str,
+    run: RunFile = None,
+    timed: Annotated[Timed, Parameter(name="*")] = Timed(),  # noqa: B008 - frozen
+    peers: str = "",
+    device: str = "cpu",
+    json_: bool = False,
 ) -> int:
-    """A training step of a GPT of about 25 MB: seconds and bytes, against peers at their best.
+    """A training step: seconds and bytes, against peers at their best and no communication.
 
     Example: stretto lab --hosts 4 --rate 400mbit -- stretto bench step strategy.kind=sharded
 
@@ -31,24 +49,26 @@ def step(
     ----------
     overrides
         Settings of the run that is timed, as table.key=value.
-    runs
-        Interleaved repetitions; the median counts.
+    run
+        A run file; a GPT of about 25 MB when left out. (torchrun takes --run for one of its own.)
     peers
-        ddp, fsdp2, or both as ddp,fsdp2; when left out, ddp, and fsdp2 beside a sharded strategy.
+        ddp, fsdp2, or both as ddp,fsdp2, or none; when left out, ddp, and fsdp2 beside a sharded
+        strategy.
     device
         cpu (Gloo) or cuda (NCCL).
     json_
         One object a line on standard output; bound_s is null where the links' rate is not known.
     """
-    from stretto.config import load
-    from stretto.recipes.benchmarks import gpt_25mb
-    from stretto.run import RunConfig
-    from stretto.study.step import bench_step
+    from stretto.errors import ConfigError
+    from stretto.study.step import Timing, bench_step
 
-    world = _world("step", runs)
-    config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
+    world = _world("step", timed.runs)
+    if timed.steps < 1:
+        raise ConfigError(f"--steps {timed.steps}: expected at least 1")
+    config = _config(run, overrides, world)
     say = _say if world.rank == 0 else lambda _: None
-    rows = bench_step(config, world, runs=runs, say=say, peers=peers, device=device)
+    timing = Timing(timed.runs, timed.steps)
+    rows = bench_step(config, world, timing=timing, say=say, peers=peers, device=device)
     if world.rank == 0:
         _print(rows, as_json=json_)
     return 0
@@ -59,7 +79,7 @@ def plans(
     profile: Path,
     /,
     *overrides: str,
-    run: Path | None = None,
+    run: RunFile = None,
     runs: int = 5,
     device: str = "cpu",
     shares: int = 0,
@@ -76,7 +96,7 @@ def plans(
     overrides
         Settings of the run that is timed, as table.key=value.
     run
-        A run file; a GPT of about 25 MB when left out.
+        A run file; a GPT of about 25 MB when left out. (torchrun takes --run for one of its own.)
     runs
         Interleaved repetitions; the median counts.
     device
@@ -86,17 +106,10 @@ def plans(
     json_
         One object a line on standard output.
     """
-    from stretto.config import load
-    from stretto.recipes import load_run
-    from stretto.recipes.benchmarks import gpt_25mb
-    from stretto.run import RunConfig
     from stretto.study.plans import Asked, as_rows, bench_plans
 
     world = _world("plans", runs)
-    if run is not None:
-        config = load_run(run, overrides).config
-    else:
-        config = load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
+    config = _config(run, overrides, world)
     say = _say if world.rank == 0 else lambda _: None
     seen = bench_plans(config, world, profile, Asked(runs, device, shares), say)
     if world.rank == 0:
@@ -149,6 +162,19 @@ def _print_seen(rows: "list[dict[str, Any]]", *, as_json: bool) -> None:
             f"{row['name']:<24}{_seconds(row['step_s']):>10}{row['spread']:>8.1%}{told:>10}"
             f"{_bytes(row['live_bytes']):>12}{promised:>12}{budget:>12}"
         )
+
+
+def _config(run: Path | None, overrides: "Sequence[str]", world: "World") -> "RunConfig":
+    from stretto.config import load
+    from stretto.recipes import load_run
+    from stretto.recipes.benchmarks import gpt_25mb
+    from stretto.run import RunConfig
+
+    if run is None:
+        return load(RunConfig, None, overrides, recipe=gpt_25mb(world.size)).config
+    # model.target may name a module beside the run file or where we stand, as for training.
+    sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
+    return load_run(run, overrides).config
 
 
 def _world(what: str, runs: int) -> "World":

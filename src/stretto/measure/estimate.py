@@ -9,7 +9,8 @@ leave something out, as a mask that hides nothing.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,8 +88,29 @@ def estimate_units(subject: Subject, rates: Rates) -> list[UnitCost]:
     Raises:
         ConfigError: The model cannot be run without numbers.
     """
-    try:
+    with _without_numbers():
         return _estimated(subject, rates)
+
+
+def seen_units(subject: Subject) -> tuple[list[ModelUnit], tuple[str, ...]]:
+    """Return the units of a copy on meta tensors, and the modules that its forward calls.
+
+    Raises:
+        ConfigError: The model cannot be run without numbers.
+    """
+    with _without_numbers():
+        model = on_meta(subject.model)
+        batch = tuple(tensor.to("meta") for tensor in subject.batch)
+        with _AsOnDevice(), torch.no_grad():
+            calls = called_modules(model, lambda: subject.loss(model, batch))
+        return subject.find(model, calls), calls
+
+
+@contextmanager
+def _without_numbers() -> Iterator[None]:
+    """Say in words what goes wrong where there are no numbers."""
+    try:
+        yield
     except StrettoError:
         raise
     except Exception as wrong:
@@ -103,7 +125,7 @@ def _estimated(subject: Subject, rates: Rates) -> list[UnitCost]:
     model = on_meta(subject.model)
     batch = tuple(tensor.to("meta") for tensor in subject.batch)
     sample = Sample(lambda: subject.loss(model, batch), batch)
-    with _FusedAttention(), _Yes():
+    with _AsOnDevice():
         with torch.no_grad():
             calls = called_modules(model, sample.forward)
         units = subject.find(model, calls)
@@ -142,24 +164,12 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return empty
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Takes attention for one operation that keeps no matrix of scores, as devices have it."""
+class _AsOnDevice(TorchFunctionMode):
+    """Has tensors without numbers do what those on a device would.
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the function returns
-        named = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention and not named.get("enable_gqa"):
-            return _fused(*args, **named)
-        return func(*args, **named)
-
-
-class _Yes(TorchFunctionMode):
-    """Answers questions to numbers that are not there, but not those of a loop without end."""
+    Attention is one operation that keeps no matrix of scores. Whoever asks whether something holds
+    is told yes; a loop that goes on as long as it does is not.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,12 +182,18 @@ class _Yes(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the function returns
+        named = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention and not named.get("enable_gqa"):
+            return _fused(*args, **named)
         if func is Tensor.__bool__ and args[0].is_meta and args[0].dtype is torch.bool:
-            self._answers_left -= 1
-            if self._answers_left < 0:
-                raise RuntimeError("it asks for numbers without end")
-            return True
-        return func(*args, **(kwargs or {}))
+            return self._yes()
+        return func(*args, **named)
+
+    def _yes(self) -> bool:
+        self._answers_left -= 1
+        if self._answers_left < 0:
+            raise RuntimeError("it asks for numbers without end")
+        return True
 
 
 def _fused(

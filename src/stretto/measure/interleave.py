@@ -12,8 +12,8 @@ import torch
 from stretto.comm.channel import Channel
 from stretto.comm.small import add_up_
 
-_STEPS = 2
-"""Steps that are timed as one."""
+STEPS = 2
+"""Steps that are timed as one, where nobody says otherwise."""
 
 
 class Contender(Protocol):
@@ -78,17 +78,20 @@ def interleave_steps(
     channel: Channel,
     *,
     runs: int,
+    steps: int = STEPS,
     device: str = "cpu",
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, list[float]]:
     """Return seconds per training step of each contender, in the same way.
 
-    A step may leave messages to the next one, so the clock runs between the ends of two steps:
-    what the first of them left under way is paid for, what the last one leaves is not.
+    ``steps`` are timed as one: those of a whole period, where steps differ. A step may leave
+    messages to the next one, so the clock runs between the ends of two steps: what the first of
+    them left under way is paid for, what the last one leaves is not.
     """
     make_clock = _GPUClock if device == "cuda" else _Clock
     timed = {
-        name: partial(_time_steps, one, make_clock(), channel) for name, one in contenders.items()
+        name: partial(_time_steps, one, make_clock(), channel, steps)
+        for name, one in contenders.items()
     }
     return _in_turn(timed, runs, say)
 
@@ -152,13 +155,15 @@ def _record() -> torch.cuda.Event:
     return event
 
 
-def _time_steps(contender: Contender, clock: _Clock | _GPUClock, channel: Channel) -> float:
+def _time_steps(
+    contender: Contender, clock: _Clock | _GPUClock, channel: Channel, steps: int
+) -> float:
     largest(0.0, channel)
     contender()
     clock.start()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         contender()
-    seconds = clock.stop() / _STEPS
+    seconds = clock.stop() / steps
     contender.rest()  # nothing of it travels while others are timed
     return largest(seconds, channel)
 

@@ -42,6 +42,14 @@ def described(mesh: Mesh, link_bits_per_s: int | None) -> Cluster:
     return box.model_copy(update={"between": link})
 
 
+def usual_table(mesh: Mesh, *, on_gpu: bool) -> AlgorithmTable:
+    """Return the algorithms for links as they are usual, where nobody describes them.
+
+    GPUs are left to the back end, which knows what joins them.
+    """
+    return choose_table(None, Mesh((1,)) if on_gpu else mesh)
+
+
 def choose_table(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) -> AlgorithmTable:
     """Return the algorithms for ``mesh``; without the back end's own where it cannot be used.
 
@@ -76,6 +84,18 @@ def choose_stream(cluster: Cluster | None, mesh: Mesh, *, native: bool = True) -
     book = PriceBook(shaped, streams)
     rows = picked(book.near(book.candidates((1,)), [IN_A_ROW * size for size in SIZES], AS_GOOD))
     choices = [Choice(row.num_bytes // IN_A_ROW, row.name) for row in rows]
+    return AlgorithmTable((replace(choices[0], least=0), *choices[1:]))
+
+
+def choose_alone(cluster: Cluster, sizes: Sequence[int], *, native: bool = True) -> AlgorithmTable:
+    """Return the cheapest algorithm for each of ``sizes``, whole and with nothing behind it.
+
+    For so many ranks that to follow a row of messages, or their parts, takes minutes.
+    """
+    known = {name: make for name, make in ALLREDUCE.items() if native or name != NATIVE}
+    book = PriceBook(cluster, known)
+    rows = picked(book.near(book.candidates((1,)), sizes, AS_GOOD))
+    choices = [Choice(row.num_bytes, row.name) for row in rows]
     return AlgorithmTable((replace(choices[0], least=0), *choices[1:]))
 
 

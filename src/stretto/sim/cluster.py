@@ -126,6 +126,20 @@ def load_cluster(path: Path) -> Cluster:
     return load(Cluster, path).config
 
 
+def mesh_of(ranks: int, per_host: int) -> Mesh:
+    """Return hosts of so many ranks each; the last one has what is left.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if ranks < 1 or per_host < 1:
+        raise ConfigError(
+            f"--ranks {ranks} --ranks-per-host {per_host}: expected at least 1 of each"
+        )
+    hosts, rest = divmod(ranks, per_host)
+    return Mesh((per_host,) * hosts + ((rest,) if rest else ()))
+
+
 def _settings(table: Config) -> list[str]:
     """Return a table's own settings, each below its help."""
     lines: list[str] = []

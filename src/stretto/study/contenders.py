@@ -27,6 +27,7 @@ from stretto.train.precision import HALF
 
 ALONE = "no communication"
 DDP, FSDP2, DEEPSPEED = "ddp", "fsdp2", "deepspeed"
+NOBODY = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +126,19 @@ class Ours:
 def chosen_peers(words: str, config: RunConfig) -> tuple[str, ...]:
     """Return the peers that ``words`` name ("ddp,fsdp2"); without any, those that are like ours.
 
+    "none" is to be timed beside no communication only.
+
     Raises:
         ConfigError: There is no such peer, or it is not installed.
     """
     named = tuple(word.strip() for word in words.split(",") if word.strip())
+    if named == (NOBODY,):
+        return ()
     for word in named:
         if word == DEEPSPEED:
             raise ConfigError(f"--peers {word}: {_deepspeed()}")
         if word not in (DDP, FSDP2):
-            raise ConfigError(f"no peer {word!r}{suggestion(word, [DDP, FSDP2], 'known')}")
+            raise ConfigError(f"no peer {word!r}{suggestion(word, [DDP, FSDP2, NOBODY], 'known')}")
     return named or ((DDP, FSDP2) if isinstance(config.strategy, ShardedConfig) else (DDP,))
 
 

@@ -8,21 +8,32 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from stretto.cluster.world import World
+from stretto.cluster.world import Mesh, World
 from stretto.comm.buckets import WIRE
 from stretto.comm.codecs import parse_wire
 from stretto.comm.connect import connect
 from stretto.data import open_source
 from stretto.measure.carried import link_bytes
 from stretto.measure.ddp import Peers
-from stretto.measure.interleave import Contender, Row, interleave_steps, largest, spread
+from stretto.measure.interleave import STEPS, Contender, Row, interleave_steps, largest, spread
 from stretto.measure.live_bytes import peak_bytes
 from stretto.model import GPTConfig, build_model
 from stretto.plan.memory import Widths
 from stretto.run import RunConfig
-from stretto.strategy import GossipConfig
+from stretto.strategy import GossipConfig, LocalConfig
+from stretto.strategy.gossip.group import num_groups
 from stretto.strategy.sharded.config import ShardedConfig, checked_plan
 from stretto.study.contenders import ALONE, DDP, Stage, absent_peers, chosen_peers, contenders
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How steps are timed."""
+
+    runs: int
+    """Interleaved repetitions."""
+    steps: int = STEPS
+    """Steps that are timed as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ def bench_step(
     config: RunConfig,
     world: World,
     *,
-    runs: int,
+    timing: Timing,
     say: Callable[[str], None],
     peers: str = "",
     device: str = "cpu",
@@ -55,7 +66,7 @@ def bench_step(
         say(line)
     field = partial(contenders, stage, wanted=wanted)
     peaks = count_bytes(stage, world, field, say)
-    times = time_steps(stage, world, field, runs, say)
+    times = time_steps(stage, world, field, timing, say)
     channel.close()
     return _rows(config, world, model, Measured(times, peaks))
 
@@ -84,12 +95,19 @@ def count_bytes(
 
 
 def time_steps(
-    stage: Stage, world: World, field: Field, runs: int, say: Callable[[str], None]
+    stage: Stage, world: World, field: Field, timing: Timing, say: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """Return the seconds of a step of each contender, in every round."""
     with Peers(world, stage.device) as peers:
         ready = {name: make() for name, make in field(peers).items()}
-        times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device, say=say)
+        times = interleave_steps(
+            ready,
+            stage.channel,
+            runs=timing.runs,
+            steps=timing.steps,
+            device=stage.device,
+            say=say,
+        )
         for contender in ready.values():
             contender.close()
     return times
@@ -140,11 +158,14 @@ def must_carry(
     """Return what every host's link must carry in a step; None where it depends on the gradients.
 
     Whatever the algorithm: a sum that everybody gets costs twice the bytes, a gather once. What
-    gossip sends out of a host with several ranks depends on who is drawn.
+    gossip sends out of a host that is no group by itself depends on who is drawn.
     """
     strategy = config.strategy
     if isinstance(strategy, GossipConfig):
-        return _told_bytes(strategy, model, hosts) if per_host == 1 else None
+        groups = num_groups(strategy.groups, Mesh((per_host,) * hosts))
+        return _told_bytes(strategy, model, hosts) if groups == hosts else None
+    if isinstance(strategy, LocalConfig):
+        return None  # a round comes now and then: the few steps that are timed may have none
     if not isinstance(strategy, ShardedConfig):
         num_bytes = _summed_bytes(strategy.wire, model)
         return None if num_bytes is None else 2 * (hosts - 1) / hosts * num_bytes
@@ -155,7 +176,7 @@ def must_carry(
 
 
 def _told_bytes(strategy: GossipConfig, model: nn.Module, hosts: int) -> float:
-    """Return what a rank that is a host by itself tells its peers, in the mean of all steps."""
+    """Return what a host that is a group by itself tells its peers, in the mean of all steps."""
     wire = WIRE[strategy.wire]
     num_bytes = sum(p.numel() * (wire or p.dtype).itemsize for p in model.parameters())
     return num_bytes * len(strategy.who()(0, hosts, 0, 0).sends) / strategy.every

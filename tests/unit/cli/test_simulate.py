@@ -90,3 +90,50 @@ def test_a_mistake_is_answered_with_what_to_do(arguments, words, capsys, tmp_pat
     assert main([*SIMULATE, *arguments]) == 2
     said = capsys.readouterr()
     assert all(word in said.err + said.out for word in words)
+
+
+STEP = ["simulate", "step", "examples/text.toml", "--samples", "2"]
+
+
+def test_a_step_is_priced_for_every_strategy_and_number_of_ranks(capsys):
+    words = ["--strategies", "allreduce:algorithm=ring,crossover:delay=1", "--ranks", "1,6"]
+    assert main([*STEP, *words, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    keys = {"ranks", "hosts", "strategy", "step_s", "compute_s", "exposed_s", "bound_s"}
+    assert all(set(row) == keys | {"efficiency", "bytes_per_link", "held_up_by"} for row in rows)
+    assert [(row["ranks"], row["strategy"]) for row in rows] == [
+        (1, "allreduce:algorithm=ring"),
+        (1, "crossover:delay=1"),
+        (6, "allreduce:algorithm=ring"),
+        (6, "crossover:delay=1"),
+    ]
+    assert all(row["step_s"] >= row["bound_s"] * (1 - 1e-9) for row in rows)
+    assert all(row["efficiency"] == pytest.approx(1) for row in rows[:2])
+
+
+def test_a_person_is_given_a_line_for_each_step_and_the_reasons_of_others(capsys):
+    words = ["--strategies", "sgp:topology=hypercube,noloco", "--ranks", "6"]
+    assert main([*STEP, *words, "--ranks-per-host", "2"]) == 0
+    out, err = capsys.readouterr()
+    head, line = out.splitlines()
+    assert head.split()[:6] == ["ranks", "strategy", "step", "compute", "exposed", "bound"]
+    assert line.split()[:2] == ["6", "noloco"]
+    assert "sgp:topology=hypercube on 6 ranks left out: hypercube" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--ranks", "eight"], "expected numbers, as 8,64,1024"),
+        (["--ranks", "0"], "expected at least 1 of each"),
+        (["--ranks", "4", "--ranks-per-host", "0"], "expected at least 1 of each"),
+        (["--ranks", "4", "--samples", "0"], "--samples 0"),
+        (["--ranks", "4", "--strategies", "alreduce"], 'did you mean "allreduce"'),
+        (["--ranks", "4", "--cluster", "ethernet"], "no cluster is called"),
+        (["--ranks", "4", "--device", "tpu"], "--device tpu"),
+        (["--ranks", "4", "--profile", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_step_that_cannot_be_priced_is_refused(arguments, reason, capsys):
+    assert main([*STEP[:3], *arguments]) == 2
+    assert reason in capsys.readouterr().err

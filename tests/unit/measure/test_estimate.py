@@ -12,6 +12,7 @@ from stretto.measure.estimate import (
     estimate_units,
     on_meta,
     parse_rates,
+    seen_units,
 )
 from stretto.measure.profile import Sample, measure_units
 from stretto.model import CNNConfig, GPTConfig, build_model, per_sample_loss
@@ -172,3 +173,23 @@ def test_rates_that_are_none_are_told(text):
 def test_rates_are_named_or_given():
     assert parse_rates("h200") is RATES["h200"]
     assert parse_rates("3e14, 2e12") == Rates(3e14, 2e12)
+
+
+def test_units_and_calls_are_seen_without_numbers():
+    model = build_model(GPTConfig(blocks=2, width=32, context=8), seed=0)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    units, calls = seen_units(Subject(model, loss, (tokens, tokens), find))
+    assert [unit.shape for unit in units] == [
+        unit.shape for unit in find(model, called_modules(model, lambda: model(tokens)))
+    ]
+    assert set(calls) >= {"blocks.0", "blocks.1"}
+    assert all(parameter.is_meta for unit in units for parameter in unit.parameters)
+
+
+def test_a_model_that_needs_numbers_is_not_seen():
+    def reads(model, batch):
+        return model(batch[0]).sum() * float(batch[0].sum())
+
+    subject = Subject(nn.Linear(2, 2), reads, (torch.ones(1, 2),), find)
+    with pytest.raises(ConfigError, match="does not run on tensors without numbers"):
+        seen_units(subject)

@@ -34,3 +34,12 @@ def test_only_steps_in_their_stride_are_timed():
     assert times == others
     assert all(len(t) == 2 and max(t) < 0.02 for t in times.values())
     assert counts == [(9, 3), (9, 3)]  # a round before the first is not counted
+
+
+def test_a_whole_period_may_be_timed_as_one():
+    def work(channel):
+        lingering = Lingering()
+        interleave_steps({"a": lingering}, channel, runs=2, steps=5)
+        return lingering.steps, lingering.rests
+
+    assert run_local(2, work) == [(18, 3)] * 2  # one to begin with in each round

@@ -12,6 +12,7 @@ from stretto.sim.choosing import (
     PARTS,
     SIZES,
     SMALL,
+    choose_alone,
     choose_rows,
     choose_stream,
     choose_table,
@@ -148,3 +149,17 @@ def test_in_a_row_lanes_beat_what_is_fastest_alone():
 def test_in_a_row_one_undescribed_host_is_left_to_the_back_end():
     assert str(choose_stream(None, Mesh((4,)))) == "native"
     assert "native" not in str(choose_stream(None, Mesh((4,)), native=False))
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_each_of_a_few_sizes_may_be_chosen_for_by_itself(native):
+    cluster = preset("ethernet 10gbit").with_mesh(Mesh((2,) * 4))
+    sizes = (10_000, 4_000_000)
+    table = choose_alone(cluster, sizes, native=native)
+    known = [name for name in ALLREDUCE if native or name != "native"]
+    for size in sizes:
+        mine = table.pick(size)
+        assert mine.parts == 1
+        cheapest_s = min(seconds(cluster, name, 1, size) for name in known)
+        assert seconds(cluster, mine.name, 1, size) <= 1.01 * cheapest_s
+    assert table.pick(0) == table.pick(sizes[0])

@@ -8,7 +8,7 @@ from stretto.cluster.world import Mesh
 from stretto.errors import ConfigError
 from stretto.model import GPTConfig, build_model
 from stretto.run import RunConfig
-from stretto.strategy import AllReduceConfig
+from stretto.strategy import AllReduceConfig, CrossoverConfig
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import absent_peers, chosen_peers, fsdp2_groups
 from stretto.study.step import bound_s, must_carry
@@ -24,6 +24,7 @@ GPT = GPTConfig(blocks=3, width=32, context=8)
         ("", SHARDED, ("ddp", "fsdp2")),
         ("fsdp2", RunConfig(), ("fsdp2",)),
         (" ddp , fsdp2,", RunConfig(), ("ddp", "fsdp2")),
+        ("none", SHARDED, ()),
     ],
 )
 def test_peers_are_those_named_or_those_like_ours(words, config, peers):
@@ -77,6 +78,18 @@ def test_links_carry_what_travels_in_the_type_in_which_it_travels(strategy, time
     whole = sum(p.nbytes for p in model.parameters())
     carried = must_carry(RunConfig(model=GPT, strategy=strategy), model, hosts=4)
     assert carried == (None if times is None else pytest.approx(0.75 * times * whole))
+
+
+@pytest.mark.parametrize(
+    ("groups", "per_host", "times"),
+    [(None, 1, 1), (None, 2, None), ("hosts", 2, 1), (4, 2, 1), (8, 2, None), (2, 1, None)],
+)
+def test_a_host_that_is_a_group_tells_its_model_once_to_each_peer(groups, per_host, times):
+    model, strategy = build_model(GPT, 0), CrossoverConfig(groups=groups)
+    config = RunConfig(model=GPT, strategy=strategy)
+    carried = must_carry(config, model, hosts=4, per_host=per_host)
+    whole = sum(p.nbytes for p in model.parameters())
+    assert carried == (None if times is None else times * whole)
 
 
 @pytest.mark.parametrize(

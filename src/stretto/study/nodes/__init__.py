@@ -1,0 +1,1 @@
+"""Step times by number of hosts: predicted, and measured in a lab."""
