@@ -96,7 +96,7 @@ def _loss_traces(
             continue
         where = [position(moment) for moment in logged]
         losses = [moment.step.loss for moment in logged]
-        curve = {**_line(index), "name": shown(run.name), "legendgroup": str(index)}
+        curve = {**line(index), "name": shown(run.name), "legendgroup": str(index)}
         if len(losses) >= _FEWEST_TO_SMOOTH:
             faint = {"opacity": 0.25, "showlegend": False, "hoverinfo": "skip"}
             traces.append({**curve, **faint, **_thinned(where, losses)})
@@ -128,8 +128,8 @@ def _accuracy(runs: Sequence[RunRecord]) -> Figure:
         points = [each for each in evaluations(run) if each.accuracy is not None]
         if points:
             values = {"x": [each.step for each in points], "y": [each.accuracy for each in points]}
-            line = {**_line(index), "mode": "lines+markers", "marker": {"size": 7}}
-            traces.append({**line, "name": shown(run.name), **values})
+            look = {**line(index), "mode": "lines+markers", "marker": {"size": 7}}
+            traces.append({**look, "name": shown(run.name), **values})
     return Figure(
         "Accuracy on unseen data",
         "The share of right answers on examples the model has not been trained on, measured now "
@@ -192,7 +192,8 @@ def _mean(logged: Sequence[Moment], share: Callable[[Moment], float]) -> float:
     return fmean(finite) if finite else 0.0
 
 
-def _line(index: int) -> Trace:
+def line(index: int) -> Trace:
+    """Return the look of the ``index``-th of several curves."""
     dash = DASHES[index % len(DASHES)]
     colour = PALETTE[index % len(PALETTE)]
     style = {"color": colour, "dash": dash, "width": 2.5}

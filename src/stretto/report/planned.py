@@ -1,14 +1,11 @@
 """A plan as one HTML page for people: a step of it, its memory, its units.
 
-The page is put together as that of a report (`stretto.report.html`), whose note says why nothing in
-a name can act in it.
+`stretto.report.page` puts it together.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from markupsafe import Markup
 
 from stretto.plan.clock import Stretch
 from stretto.plan.footprint import Footprints
@@ -16,9 +13,8 @@ from stretto.plan.profile import Profile
 from stretto.plan.timing import Timed, time_plan
 from stretto.plan.value import Message, Plan, What
 from stretto.report.figures import COMMUNICATION, COMPUTE, DATA, OTHER, Figure, Trace, shown
-from stretto.report.html import drawing_script, figure_json, page_template, resource, script_policy
+from stretto.report.page import Table, render_page
 from stretto.telemetry.aside import write_aside
-from stretto.telemetry.wording import printable
 from stretto.units import format_bytes, format_s
 
 _COMPUTED = {"backward": "#56B4E9", "update": "#009E73", "forward": COMPUTE}
@@ -64,29 +60,14 @@ def render_plan_page(page: PlanPage) -> str:
     drawn = [timeline_figure(page.plan, timed), memory_figure(page)]
     if page.pareto:
         drawn.append(pareto_figure(page, timed.step_s))
-    plotly_js, page_js = drawing_script(), resource("report.js")
-    template = page_template("plan.html.j2")
-    return template.render(
-        title=printable(page.title),
-        verdict=printable(page.verdict),
-        policy=script_policy(plotly_js, page_js),
-        style=Markup(resource("report.css")),  # ours, from the package
-        scripts=[Markup(plotly_js), Markup(page_js)],
-        figures=[(figure, figure_json(figure)) for figure in drawn],
-        headers=[printable(name) for name in page.headers],
-        classes=_classes(page.rows),
-        rows=[[printable(cell) for cell in row] for row in page.rows],
+    units = Table(
+        "The units",
+        "Each row is one unit, a stretch of the model that is gathered, used and reduced as one, "
+        "in the order of forward.",
+        page.headers,
+        page.rows,
     )
-
-
-def _classes(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return how each column is set: figures are read best from the right, names never are."""
-    columns = list(zip(*rows, strict=True))
-    return ["", *("n" if all(map(_is_figure, column)) else "" for column in columns[1:])]
-
-
-def _is_figure(cell: str) -> bool:
-    return cell[:1].isdigit() or cell in ("", "-")
+    return render_page("plan", page.title, page.verdict, drawn, units)
 
 
 def timeline_figure(plan: Plan, timed: Timed) -> Figure:

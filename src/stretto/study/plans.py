@@ -30,7 +30,7 @@ from stretto.plan.value import Plan
 from stretto.run import RunConfig
 from stretto.strategy.sharded.config import ShardedConfig
 from stretto.study.contenders import ALONE, FSDP2, Ours, Plain, Stage, alone, contenders
-from stretto.study.step import count_bytes, fixed_batch, time_steps
+from stretto.study.step import Timing, count_bytes, fixed_batch, time_steps
 
 PLANNED, SPLIT = "planned", "split"
 EAGER = {
@@ -103,7 +103,7 @@ def bench_plans(
         built = builder.by_hand(asked.shares, say) if asked.shares else builder.everybody(say)
         field = partial(_makes, stage, built, peers_too=not asked.shares)
         peaks = count_bytes(stage, world, field, say)
-        times = time_steps(stage, world, field, asked.runs, say)
+        times = time_steps(stage, world, field, Timing(asked.runs), say)
     channel.close()
     return [_seen(name, times[name], peaks[name], built.get(name), profile) for name in times]
 

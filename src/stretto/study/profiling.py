@@ -108,7 +108,7 @@ def check_asked(world: World, asked: Asked) -> None:
         raise ConfigError("--device cuda: there is no GPU here, or this PyTorch has no CUDA")
 
 
-def _ingredients(config: RunConfig, world: World, cluster: Cluster | None) -> Ingredients:
+def ingredients_of(config: RunConfig, world: World, cluster: Cluster | None) -> Ingredients:
     """Return what a run would train, with a batch as `stretto.study.step` makes it up.
 
     Shares of the batch are those of a described cluster's ranks, where there is one.
@@ -132,7 +132,7 @@ def _ingredients(config: RunConfig, world: World, cluster: Cluster | None) -> In
 def _estimated(config: RunConfig, world: World, asked: Asked) -> Profile:
     assert asked.cluster is not None
     cluster = described(asked.cluster)
-    ingredients = _ingredients(config, world, cluster)
+    ingredients = ingredients_of(config, world, cluster)
     return estimate_profile(ingredients, cluster, asked.device, asked.cluster)
 
 
@@ -142,7 +142,7 @@ def _measured(
     cluster = None
     if asked.cluster is not None:  # rank 0's: not every disk is shared
         cluster = of_rank_0(described(asked.cluster), channel)
-    ingredients = _ingredients(config, world, cluster)
+    ingredients = ingredients_of(config, world, cluster)
     types, strategy = ingredients.types, ingredients.strategy
     kind = Kind(types, asked.device, strategy.algorithm)
     # First of all: what is worth joining goes by it.

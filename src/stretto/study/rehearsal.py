@@ -15,7 +15,7 @@ promises too much is known then.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,12 +84,7 @@ def rehearse(
     }
     plans = {name: one.plan for name, one in ours.items()}
     ready: dict[str, Contender] = {ALONE: Plain(stage, alone(stage)), **ours}
-    times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device)
-    for contender in ready.values():
-        contender.close()
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    for name, step_s in seconds.items():
-        say(f"a step, {name}: {step_s * 1e3:.1f} ms")
+    seconds = _seconds(ready, stage, runs, say)
     steps = {name: Step(plan, seconds[name]) for name, plan in plans.items()}
     return Rehearsed(
         seconds[ALONE],
@@ -99,6 +94,19 @@ def rehearse(
         apart=steps[_APART],
         for_all=steps[_FOR_ALL],
     )
+
+
+def _seconds(
+    ready: Mapping[str, Contender], stage: Stage, runs: int, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Return what a step of each takes, interleaved; they are closed after it."""
+    times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device)
+    for contender in ready.values():
+        contender.close()
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    for name, step_s in seconds.items():
+        say(f"a step, {name}: {step_s * 1e3:.1f} ms")
+    return seconds
 
 
 def fitted(profile: Profile, seen: Rehearsed) -> Profile:
@@ -118,11 +126,11 @@ def try_plans(
 ) -> list[Step]:
     """Time plans that are made by ``profile`` where all could stay; all ranks together."""
     budget = Footprints(profile).peak(named_plan("ddp", profile.shapes))
+    alike = profile.stretched(1.0)  # with a barrier or without is asked for, not weighed
     plans: dict[str, Plan] = {}
     ready: dict[str, Contender] = {}
     for barrier in (False, True):
         name = f"by a plan of its own, {'with' if barrier else 'without'} a barrier"
-        alike = profile.stretched(1.0)  # with or without is asked for, not weighed
         made = ""
         if stage.channel.rank == 0:
             made = make_plan(alike, budget, barrier=barrier).plan.to_json()
@@ -133,12 +141,7 @@ def try_plans(
             update = {"plan": str(file), "unit": profile.unit_bytes, "memory": None}
             given = sharded.model_copy(update={**update, "profile": None})
             ready[name] = Ours(stage, given, barrier=plan.barrier)
-    times = interleave_steps(ready, stage.channel, runs=runs, device=stage.device)
-    for contender in ready.values():
-        contender.close()
-    seconds = {name: statistics.median(values) for name, values in times.items()}
-    for name, step_s in seconds.items():
-        say(f"a step, {name}: {step_s * 1e3:.1f} ms")
+    seconds = _seconds(ready, stage, runs, say)
     return [Step(plan, seconds[name]) for name, plan in plans.items()]
 
 
@@ -154,15 +157,24 @@ def corrected(profile: Profile, tried: Sequence[Step]) -> Profile:
 
 def _with_sums(profile: Profile, seen: Rehearsed) -> Profile:
     """Return the profile whose sums for all take so long that ddp takes its time."""
-    longer = seen.for_all.is_longer(profile)
+
+    def with_ratio(ratio: float) -> Profile:
+        return _with_link(profile, sum_ratio=ratio)
+
+    return with_ratio(_ratio(lambda ratio: seen.for_all.is_longer(with_ratio(ratio))))
+
+
+def _ratio(is_longer: Callable[[float], bool]) -> float:
+    """Return where it was as long as told, between a half and twice; 1 if it was there."""
+    longer = is_longer(1.0)
     near, far = 1.0, _MOST_RATIO if longer else 1 / _MOST_RATIO
     for _ in range(_HALVINGS):
         middle = (near + far) / 2
-        if seen.for_all.is_longer(_with_link(profile, sum_ratio=middle)) == longer:
+        if is_longer(middle) == longer:
             near = middle
         else:
             far = middle
-    return _with_link(profile, sum_ratio=near)
+    return near
 
 
 def _with_gathers(profile: Profile, seen: Rehearsed) -> Profile:
@@ -170,16 +182,11 @@ def _with_gathers(profile: Profile, seen: Rehearsed) -> Profile:
 
     Their share of zero2's traffic is a half, of zero3's two thirds.
     """
-    longer = seen.again.is_longer(_with_latency(profile, seen))
-    near, far = 1.0, _MOST_RATIO if longer else 1 / _MOST_RATIO
-    for _ in range(_HALVINGS):
-        middle = (near + far) / 2
-        tried = _with_latency(_with_link(profile, gather_ratio=middle), seen)
-        if seen.again.is_longer(tried) == longer:
-            near = middle
-        else:
-            far = middle
-    return _with_latency(_with_link(profile, gather_ratio=near), seen)
+
+    def with_ratio(ratio: float) -> Profile:
+        return _with_latency(_with_link(profile, gather_ratio=ratio), seen)
+
+    return with_ratio(_ratio(lambda ratio: seen.again.is_longer(with_ratio(ratio))))
 
 
 def _with_latency(profile: Profile, seen: Rehearsed) -> Profile:

@@ -1,0 +1,1 @@
+"""How accuracy holds up as workers or batches grow: virtual workers, rate by rate, seed by seed."""

@@ -1,0 +1,184 @@
+"""Gossip of stacked models: rounds are gathers by index, in the segments and with the delay asked.
+
+`stretto.strategy.gossip.mixer` does the same for one rank.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stretto.comm.buckets import WIRE
+from stretto.optim.combining import pull_, take_in_
+from stretto.optim.rules import across, multiply_
+from stretto.strategy import GossipConfig
+from stretto.strategy.gossip.segments import cut_segments
+from stretto.topology.stacked import heard
+from stretto.virtual.stack import Stack
+
+
+class Who(NamedTuple):
+    """One round, as tensors beside the values: what a captured graph could look up anew."""
+
+    own: Tensor
+    """[P]"""
+    who: Tensor
+    """[P, k]"""
+    weights: Tensor
+    """[P, k]"""
+
+
+class Exchanges(ABC):
+    """Segments of all parties, and the rounds of each that are under way."""
+
+    own_models = True
+
+    def __init__(self, config: GossipConfig, model: nn.Module, stack: Stack) -> None:
+        self._config, self._stack = config, stack
+        self._topology = config.who()
+        cut = cut_segments(model, config.segments)
+        self._segments = [[stack.values[name].detach() for name, _ in named] for named in cut]
+        self._names = [[name for name, _ in named] for named in cut]
+        self._wire = WIRE[config.wire]
+        self._rounds: list[deque[list[Tensor]]] = [deque() for _ in cut]
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """Make values those that an update is made on."""
+
+    @torch.no_grad()
+    def after_update(self, step: int, lr: float) -> None:
+        """Let every segment take part in the step's round, if there is one; or all meet instead."""
+        if self._config.averages_after(step):
+            for index in range(len(self._segments)):
+                self._begin_again(index)
+        elif (step + 1) % self._config.every == 0:
+            self._meet_peers(step)
+
+    def _meet_peers(self, step: int) -> None:
+        for index, segment in enumerate(self._segments):
+            rounds = self._rounds[index]
+            while rounds and len(rounds) >= self._config.delay:
+                self._take(index, rounds.popleft())
+            who = self._who(step // self._config.every, index, segment[0])
+            rounds.append(self._said(index, who))
+            if not self._config.delay:
+                self._take(index, rounds.popleft())
+
+    @torch.no_grad()
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of all, with what is under way."""
+        return {
+            name: mean
+            for index, names in enumerate(self._names)
+            for name, mean in zip(names, self._mean(index), strict=True)
+        }
+
+    def _mean(self, index: int) -> list[Tensor]:
+        return [whole.double().mean(dim=0).to(whole.dtype) for whole in self._whole(index)]
+
+    def _begin_again(self, index: int) -> None:
+        """Make a segment of all parties their mean, with nothing under way."""
+        for value, mean in zip(self._segments[index], self._mean(index), strict=True):
+            value.copy_(mean)
+        self._rounds[index].clear()
+
+    def _who(self, number: int, segment: int, like: Tensor) -> Who:
+        found = heard(self._topology, self._stack.parties, number, segment)
+        own = torch.as_tensor(found.own, dtype=like.dtype, device=like.device)
+        weights = torch.as_tensor(found.weights, dtype=like.dtype, device=like.device)
+        return Who(own, torch.as_tensor(found.who, device=like.device), weights)
+
+    @abstractmethod
+    def _said(self, index: int, who: Who) -> list[Tensor]:
+        """Return what a round of a segment will change, as of now."""
+
+    @abstractmethod
+    def _take(self, index: int, change: list[Tensor]) -> None:
+        """Let a round count."""
+
+    @abstractmethod
+    def _whole(self, index: int) -> list[Tensor]:
+        """Return stacks whose mean is that of the model."""
+
+
+class Mixed(Exchanges):
+    """Parties move by what others had more, or less."""
+
+    def before_update(self) -> None:
+        """Do nothing: values are what is updated."""
+
+    def _said(self, index: int, who: Who) -> list[Tensor]:
+        return [self._pulled(value, who) for value in self._segments[index]]
+
+    def _pulled(self, value: Tensor, who: Who) -> Tensor:
+        told = value if self._wire is None else value.to(self._wire).to(value.dtype)
+        others = [told[column] for column in who.who.unbind(1)]
+        change = torch.zeros_like(value)
+        pull_(change, told, others, who.weights.unbind(1))
+        return change
+
+    def _take(self, index: int, change: list[Tensor]) -> None:
+        torch._foreach_add_(self._segments[index], change)
+
+    def _whole(self, index: int) -> list[Tensor]:
+        return self._segments[index]
+
+
+class Pushed(Exchanges):
+    """Parties give shares away, with their mass, and divide by the mass that they have."""
+
+    def __init__(self, config: GossipConfig, model: nn.Module, stack: Stack) -> None:
+        super().__init__(config, model, stack)
+        self.masses = [torch.ones_like(s[0].flatten(1)[:, 0]) for s in self._segments]
+        """[P] of each segment."""
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Update values times mass."""
+        self._scale(1)
+
+    @torch.no_grad()
+    def after_update(self, step: int, lr: float) -> None:
+        """Divide by mass again, then let parties meet."""
+        self._scale(-1)
+        super().after_update(step, lr)
+
+    def _scale(self, power: int) -> None:
+        for segment, mass in zip(self._segments, self.masses, strict=True):
+            multiply_(segment, [across(mass**power, value) for value in segment])
+
+    def _said(self, index: int, who: Who) -> list[Tensor]:
+        mass = self.masses[index]
+        added = [_gathered(value * across(mass, value), who) for value in self._segments[index]]
+        added.append(_gathered(mass, who))
+        self.masses[index] = mass * who.own
+        return added
+
+    def _take(self, index: int, change: list[Tensor]) -> None:
+        *added, more = change
+        mass = self.masses[index]
+        total = mass + more
+        take_in_(self._segments[index], mass, added, total)
+        self.masses[index] = total
+
+    def _begin_again(self, index: int) -> None:
+        super()._begin_again(index)
+        self.masses[index] = torch.ones_like(self.masses[index])
+
+    def _whole(self, index: int) -> list[Tensor]:
+        mass = self.masses[index]
+        wholes = [value * across(mass, value) for value in self._segments[index]]
+        for change in self._rounds[index]:
+            torch._foreach_add_(wholes, change[:-1])
+        return wholes
+
+
+def _gathered(value: Tensor, who: Who) -> Tensor:
+    """Return the weighted sum of what each party hears."""
+    total = torch.zeros_like(value)
+    for column, weight in zip(who.who.unbind(1), who.weights.unbind(1), strict=True):
+        total += value[column] * across(weight, value)
+    return total

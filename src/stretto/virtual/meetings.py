@@ -1,0 +1,119 @@
+"""How stacked models meet: what a strategy's ranks do with messages, done to all parties at once.
+
+The rules are those of real ranks (`stretto.optim.combining`, `stretto.optim.outer`), and so are the
+values that say who meets whom and when (`stretto.topology`, the strategy's own settings).
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stretto.cluster.world import Mesh
+from stretto.comm.buckets import WIRE
+from stretto.errors import ConfigError
+from stretto.strategy import (
+    ADPSGDConfig,
+    AllReduceConfig,
+    AnyStrategyConfig,
+    GossipConfig,
+    LocalConfig,
+    ShardedConfig,
+)
+from stretto.strategy.gossip.group import HOSTS, group_of
+from stretto.virtual.gossip import Exchanges, Mixed, Pushed
+from stretto.virtual.local import Rounds
+from stretto.virtual.stack import Stack
+
+
+class Meeting(Protocol):
+    """What happens to stacked models around an update."""
+
+    own_models: bool
+    """Whether parties have models of their own, be it only one."""
+
+    def before_update(self) -> None:
+        """Make values those that an update is made on."""
+        ...
+
+    def after_update(self, step: int, lr: float) -> None:
+        """Undo that; let parties meet, where it is time to."""
+        ...
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of all parties, what is under way included, by name."""
+        ...
+
+
+class Synchronous:
+    """One model, of all workers: there is nobody to meet."""
+
+    own_models = False
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+
+    def before_update(self) -> None:
+        """Do nothing."""
+
+    def after_update(self, step: int, lr: float) -> None:
+        """Do nothing."""
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the model."""
+        return {name: value.detach()[0] for name, value in self._stack.values.items()}
+
+
+def count_parties(config: AnyStrategyConfig, workers: int) -> int:
+    """Return how many models ``workers`` have between them.
+
+    Raises:
+        ConfigError: Workers cannot meet like this, at this number of them.
+    """
+    if isinstance(config, AllReduceConfig | ShardedConfig):
+        return 1
+    if isinstance(config, ADPSGDConfig):
+        raise ConfigError(
+            "strategy.kind = 'adpsgd': its ranks step whenever they are ready, and virtual workers "
+            "step together: compare crossover, which meets as many peers"
+        )
+    if isinstance(config, GossipConfig):
+        _check_gossip(config)
+        return group_of(0, Mesh((workers,)), config.groups, config.who()).count
+    return workers
+
+
+def _check_gossip(config: GossipConfig) -> None:
+    if config.mixes_gradients:
+        raise ConfigError(
+            f'strategy.mix = "{config.mix}": virtual workers mix "parameters" after their update; '
+            "only ranks, in stretto train, can mix gradients"
+        )
+    if config.groups == HOSTS:
+        raise ConfigError(
+            f"strategy.groups = {HOSTS!r}: virtual workers have no hosts: say how many groups"
+        )
+    if config.wire not in WIRE:
+        raise ConfigError(
+            f"strategy.wire = {config.wire!r}: virtual workers send {', '.join(WIRE)}"
+        )
+    if config.consensus_limit is not None:
+        raise ConfigError(
+            f"strategy.consensus_limit = {config.consensus_limit:g}: virtual workers measure how "
+            "far apart they are when they are evaluated, and do nothing about it: say after how "
+            "many steps they become their mean with strategy.exact_every"
+        )
+
+
+Finish = Callable[[Optimizer], Meeting]
+
+
+def build_meeting(config: AnyStrategyConfig, model: nn.Module, stack: Stack) -> Finish:
+    """Return what makes the meeting of ``config``, once there is an optimizer."""
+    if isinstance(config, GossipConfig):
+        kind: type[Exchanges] = Pushed if config.pushes else Mixed
+        return lambda _: kind(config, model, stack)
+    if isinstance(config, LocalConfig):
+        return lambda optimizer: Rounds(config, model, stack, optimizer)
+    return lambda _: Synchronous(stack)
