@@ -15,7 +15,10 @@ SHOWN = {
     "81,920": ["resnet50_74s", "train.batch=81920", "--workers", "2048"],
     "65,536": ["resnet50_4min", "--workers", "2048"],
     "65,536, AlexNet": ["alexnet_4min", "--workers", "1024"],
+    "86,016, all-reduce": ["allreduce_86k", "--workers", "8"],
+    "86,016, SGP": ["sgp_86k", "--workers", "8"],
     "86,016, crossover": ["crossover_86k", "--workers", "8"],
+    "86,016, 4 groups": ["crossover_86k_groups4", "--workers", "16"],
     "CIFAR-10": ["cifar10", "--workers", "1"],
 }
 """What is shown, and how it is asked for."""

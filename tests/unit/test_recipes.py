@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from stretto.cli.main import main
+from stretto.cli.recipe import recipe as recipe_command
 from stretto.config import load, to_toml
 from stretto.errors import ConfigError
 from stretto.recipes import RECIPES as PUBLISHED
 from stretto.recipes import find_recipe, load_run
 from stretto.recipes.benchmarks import gpt_25mb
 from stretto.recipes.demo import demo
-from stretto.recipes.telling import tell
-from stretto.run import RunConfig, derived_for, prepare
+from stretto.recipes.telling import refused, tell
+from stretto.run import RunConfig, derived_for, flat_settings, prepare
 from tests.golden.recipes import GOLDEN, SHOWN
 
 RECIPES = {"demo": demo(), "gpt_25mb": gpt_25mb(4)} | {
@@ -107,6 +108,61 @@ def test_the_74_seconds_are_fujitsus_at_every_step():
         else:
             share = (1 - 0.0025) * (1 - min(step - 540, 780) / 780) ** 2.2 + 0.0025
         assert derived.rate_at(step) == pytest.approx(13 * share, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"), [("allreduce_86k", 9), ("sgp_86k", 9), ("crossover_86k", 11)]
+)
+def test_the_comparison_at_86k_has_the_published_rates(name, peak):
+    derived = derived_for(load_run(Path(name)).config, 1_281_167)
+    for step in range(90 * 15):
+        if step < 540:
+            share = (step + 1) / 540
+        else:
+            share = (1 - 0.0025) * (1 - min(step - 540, 780) / 780) ** 2.2 + 0.0025
+        assert derived.rate_at(step) == pytest.approx(peak * share, rel=1e-12)
+
+
+def test_the_comparison_at_86k_differs_in_what_is_compared():
+    def settings(name):
+        return flat_settings(load_run(Path(name)).config)
+
+    def differing(one, other):
+        mine, theirs = settings(one), settings(other)
+        shared = mine.keys() & theirs.keys()
+        return {key for key in shared if mine[key] != theirs[key]} - {"recipe", "run.name"}
+
+    assert differing("allreduce_86k", "sgp_86k") == {"strategy.kind"}
+    assert differing("allreduce_86k", "crossover_86k") == {"strategy.kind", "optim.lr"}
+    for groups in (4, 8, 16):
+        name = f"crossover_86k_groups{groups}"
+        assert differing("crossover_86k", name) == {"strategy.groups"}
+        assert settings(name)["strategy.groups"] == groups
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "reason"),
+    [
+        ("crossover_86k", 1, None),
+        ("crossover_86k_groups8", 4, "8: 4 ranks can be 1, 2 or 4 groups of equal size, not 8"),
+        ("crossover_86k_groups8", 8, None),
+        ("crossover_86k_groups8", 64, None),
+        ("resnet50_74s", 1, None),
+    ],
+)
+def test_workers_that_cannot_be_the_groups_are_told(name, workers, reason, capsys):
+    whole = None if reason is None else f"strategy.groups = {reason}"
+    assert refused(load_run(Path(name)).config, workers) == whole
+    assert recipe_command(name, workers=workers) == 0
+    said = capsys.readouterr().err
+    assert said == (f"stretto: --workers {workers} cannot train it: {whole}\n" if whole else "")
+
+
+def test_a_strategy_that_is_laid_over_a_recipe_is_told():
+    recipe = find_recipe("resnet50_74s")
+    loaded = load_run(Path("resnet50_74s"), ["strategy.kind=crossover"])
+    told = {line.name: line for line in tell(recipe, loaded, recipe.samples, 8)}
+    assert (told["strategy"].value, told["strategy"].source) == ("crossover", "set by an override")
 
 
 def test_a_batch_of_two_images_each_keeps_the_rate_of_the_full_batch():

@@ -1,6 +1,7 @@
 """``stretto recipe``: published runs, their hyper-parameters, and where each comes from."""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +40,13 @@ def recipe(
     """
     from stretto.errors import ConfigError
     from stretto.recipes import RECIPES, find_recipe, load_run
-    from stretto.recipes.telling import tell
+    from stretto.recipes.telling import refused, tell
 
     if name is None:
+        width = max(map(len, RECIPES)) + 2
         for make in RECIPES.values():
             known = make()
-            print(f"{known.name:16}{known.title}")
+            print(f"{known.name:{width}}{known.title}")
         return 0
     for flag, number in (("--workers", workers), ("--images", images)):
         if number is not None and number < 1:
@@ -54,6 +56,8 @@ def recipe(
     if out is not None:
         return _write(loaded, out)
     told = tell(found, loaded, images or found.samples, workers)
+    if reason := refused(loaded.config, workers):
+        print(f"stretto: --workers {workers} cannot train it: {reason}", file=sys.stderr)
     if json:
         _print_json(told)
         return 0

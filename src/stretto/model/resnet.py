@@ -2,12 +2,14 @@
 
 He et al., 2016 (arXiv:1512.03385), in the form called v1.5: a bottleneck's stride sits in its
 3x3 convolution. That the last norm of each block begins at zero, so that a block begins as the
-identity, and that the last layer begins small, is of Goyal et al., 2017 (arXiv:1706.02677).
+identity, and that the last layer begins small, is of Goyal et al., 2017 (arXiv:1706.02677). Weights
+are drawn after He et al., 2015 (arXiv:1502.01852).
 
 Shape suffixes: B batch, C channels, H height, W width, K classes.
 """
 # ruff: noqa: N803, N806 - shape suffixes
 
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from stretto.config import Config
 
 Stem = Literal["imagenet", "small"]
+Start = Literal["normal", "uniform"]
 
 _BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _WITH_BOTTLENECKS = (50, 101)
@@ -38,9 +41,12 @@ class ResNetConfig(Config):
     """Channels of the first stage; each of the next three doubles them."""
     zero_gamma: bool = True
     """Whether the last norm of each block begins at zero, and the block as its shortcut."""
+    start: Start = "normal"
+    """How weights are drawn: of convolutions, normal, by the channels they feed; or of convolutions
+    and the last layer, "uniform", by the channels they are fed by."""
     head_std: float | None = Field(default=None, gt=0)
-    """The last layer begins normal, with this deviation and no bias; as PyTorch has it when not
-    set."""
+    """The last layer begins normal, with this deviation and no bias; when not set, as PyTorch or
+    ``start`` has it."""
     norm_momentum: float = Field(default=0.1, gt=0, le=1)
     """Weight of a step's own statistics in the running ones: 0.1 keeps 0.9 of what was."""
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -127,11 +133,23 @@ def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int) ->
     return [conv, nn.BatchNorm2d(channels_out)]
 
 
+def _normal_(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _uniform_(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.kaiming_uniform_(module.weight, nonlinearity="relu")
+
+
+_DRAW: Mapping[Start, Callable[[nn.Module], None]] = {"normal": _normal_, "uniform": _uniform_}
+
+
 def _initialise_(model: ResNet, config: ResNetConfig) -> None:
     for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, nn.BatchNorm2d):
+        _DRAW[config.start](module)
+        if isinstance(module, nn.BatchNorm2d):
             module.momentum, module.eps = config.norm_momentum, config.norm_eps
         elif isinstance(module, Residual) and config.zero_gamma:
             last_norm = module.branch[-1]

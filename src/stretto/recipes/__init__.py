@@ -8,9 +8,16 @@ from stretto.config.read import read_file
 from stretto.config.text import nearest
 from stretto.errors import ConfigError
 from stretto.recipes.cifar import cifar10
+from stretto.recipes.crossover import (
+    allreduce_86k,
+    crossover_86k,
+    crossover_86k_groups4,
+    crossover_86k_groups8,
+    crossover_86k_groups16,
+    sgp_86k,
+)
 from stretto.recipes.imagenet import (
     alexnet_4min,
-    crossover_86k,
     resnet50_1hour,
     resnet50_4min,
     resnet50_74s,
@@ -20,7 +27,12 @@ from stretto.run import RunConfig
 
 RECIPES: Mapping[str, Callable[[], Recipe]] = {
     make.__name__: make
-    for make in (resnet50_1hour, resnet50_74s, resnet50_4min, alexnet_4min, crossover_86k, cifar10)
+    for make in (
+        *(resnet50_1hour, resnet50_74s, resnet50_4min, alexnet_4min),
+        *(allreduce_86k, sgp_86k, crossover_86k),
+        *(crossover_86k_groups4, crossover_86k_groups8, crossover_86k_groups16),
+        cifar10,
+    )
 }
 """The published ones, each derived from one before it or from nothing."""
 

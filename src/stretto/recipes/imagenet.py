@@ -12,7 +12,6 @@ _GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
 _FUJITSU = "Fujitsu's parameter file, MLPerf training v0.6, open division"
 _JIA = "Jia et al. 2018, arXiv:1807.11205"
 _NVIDIA = "NVIDIA's MLPerf training v0.6 run at 59,904 images"
-_CROSSOVER = "Yeo et al. 2020, arXiv:2012.15198"
 
 
 def resnet50_1hour() -> Recipe:
@@ -185,38 +184,5 @@ def alexnet_4min() -> Recipe:
             "AlexNet's own",
             "train.epochs": _JIA,
             "train.micro_batch": f"{_JIA}: 64 images on each of 1,024 GPUs",
-        },
-    )
-
-
-def crossover_86k() -> Recipe:
-    """Return the all-reduce half of a comparison of gossip with all-reduce at 86,016 images."""
-    code = f"{_CROSSOVER}, published code"
-    return derived(
-        resnet50_74s(),
-        "crossover_86k",
-        "ResNet-50 on ImageNet, 86,016 images a step by accumulation on 8 GPUs, all-reduce",
-        {
-            "data": {"plain_from_epoch": None},
-            "optim": {"lr": 9.0, "ratio_decay": "plain"},
-            # Mass 0.1 on the 999 wrong classes is 0.1 x 1000 / 999 on all of them.
-            "train": {"micro_batch": 256, "label_smoothing": 0.1 * 1000 / 999},
-        },
-        {
-            "optim.lr": f"{code}: 9 for all-reduce",
-            "optim.momentum": code,
-            "optim.weight_decay": code,
-            "optim.trust": code,
-            "optim.warmup": code,
-            "optim.decay": code,
-            "train.epochs": code,
-            "train.precision": code,
-            "data.area": code,
-            "model.head_std": "reconstructed: He et al.'s normal start, not the code's uniform one",
-            "optim.ratio_decay": f"{code}; its decay was scheduled twice, ours is once",
-            "train.batch": f"{code}: 8 GPUs x 256 images x 42",
-            "train.micro_batch": code,
-            "train.label_smoothing": f"{code}: 0.1 on the wrong classes",
-            "data.plain_from_epoch": f"{code}: none",
         },
     )

@@ -8,7 +8,9 @@ from stretto.config import Loaded
 from stretto.model import AlexNetConfig, ResNetConfig
 from stretto.recipes.recipe import Recipe
 from stretto.run import RunConfig, derived_for
+from stretto.strategy import GossipConfig
 from stretto.telemetry.wording import counted
+from stretto.topology import grouped
 
 _KEYS = {
     "lr": ("lr", "reference_batch", "scaling", "for_batch"),
@@ -18,7 +20,10 @@ _KEYS = {
     "weight decay": ("weight_decay", "decay_all"),
     "momentum": ("momentum", "nesterov", "order", "momentum_correction"),
     "betas": ("beta1", "beta2", "eps"),
-    "ratio": ("trust", "eps", "ratio_decay", "norm_limit"),
+    "ratio": (
+        *("trust", "eps", "ratio_decay", "norm_limit"),
+        *("norm_group", "norm_group_from_epoch"),
+    ),
     "length": (),
 }
 """Of ``[optim]``, what each derived line follows from; its source is kept under the first. How a
@@ -52,10 +57,22 @@ def tell(recipe: Recipe, loaded: Loaded[RunConfig], num_samples: int, workers: i
     for line in derived.lines():
         keys = tuple(f"optim.{key}" for key in _KEYS[line.name])
         lines.append(_Line(keys, line.name, line.value, line.rule))
-    lines += _rest(loaded.config)
+    lines += _rest(loaded.config) + _strategy(loaded.config)
     return [
         Told(line.name, line.value, line.rule, _source(recipe, loaded, line.keys)) for line in lines
     ]
+
+
+def refused(config: RunConfig, workers: int) -> str | None:
+    """Return why so many workers cannot train ``config``, in words; None where they can.
+
+    As many groups as there are hosts are counted only where there are hosts.
+    """
+    strategy = config.strategy
+    if not isinstance(strategy, GossipConfig) or not isinstance(strategy.groups, int):
+        return None
+    reason = grouped(strategy.who(), strategy.groups).refuses(workers)
+    return f"strategy.groups = {strategy.groups}: {reason}" if reason else None
 
 
 def _size(config: RunConfig, epoch_steps: int, num_samples: int, workers: int) -> list[_Line]:
@@ -88,9 +105,18 @@ def _rest(config: RunConfig) -> list[_Line]:
         _Line(("train.label_smoothing",), "label smoothing", smoothing, "on all classes"),
         _Line(("train.precision",), "precision", precision, "weights and updates in fp32"),
     ]
+    if train.clip_norm is not None:
+        most, of = (
+            f"{train.clip_norm:g}",
+            "the most that a gradient's norm may be, all layers together",
+        )
+        rest.append(_Line(("train.clip_norm",), "clipping", most, of))
     if isinstance(model, ResNetConfig):
         first = "0" if model.zero_gamma else "1"
         rest.append(_Line(("model.zero_gamma",), "last gamma", first, "of each block, at first"))
+        if model.start == "uniform":
+            drawn = "convolutions and the last layer, by the channels they are fed by"
+            rest.append(_Line(("model.start",), "first weights", model.start, drawn))
     if isinstance(model, AlexNetConfig):
         norm = "a batch norm after the last pooling"
         rest.append(_Line(("model.norm",), "norm", model.norm, norm))
@@ -103,6 +129,22 @@ def _rest(config: RunConfig) -> list[_Line]:
             keys = ("data.plain_from_epoch",)
             rest.append(_Line(keys, "late crops", "the largest square", late))
     return rest
+
+
+def _strategy(config: RunConfig) -> list[_Line]:
+    """Return how ranks stay together, where they have models of their own."""
+    strategy = config.strategy
+    if not isinstance(strategy, GossipConfig):
+        return []
+    lines = [
+        _Line(("strategy.kind",), "strategy", strategy.kind, f"{strategy.mix} meet those of peers"),
+        _Line(("strategy.topology",), "peers", strategy.topology, "who meets whom in a round"),
+        _Line(("strategy.segments",), "segments", strategy.segments, "what meets peers of its own"),
+    ]
+    if strategy.groups is not None:
+        each = "ranks in a row, which have one model; groups are each other's peers"
+        lines.append(_Line(("strategy.groups",), "groups", f"{strategy.groups}", each))
+    return lines
 
 
 def _source(recipe: Recipe, loaded: Loaded[RunConfig], keys: Sequence[str]) -> str:

@@ -49,6 +49,18 @@ def test_the_head_begins_with_the_deviation_that_was_asked_for_and_no_bias():
     assert not model.head.bias.any()
 
 
+def test_uniform_weights_of_convolutions_and_head_have_the_bound_of_what_they_are_fed():
+    model = build_model(ResNetConfig(width=64, classes=100, start="uniform"), seed=0)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    for layer in layers:
+        weight = layer.weight.detach()
+        bound = (6 / weight[0].numel()) ** 0.5
+        assert 0.98 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+    small = build_model(ResNetConfig(width=64, classes=100, start="uniform", head_std=0.01), seed=0)
+    assert small.head.weight.std().item() == pytest.approx(0.01, rel=0.02)
+
+
 def test_options_of_the_start_leave_all_other_weights_as_they_are():
     plain = build_model(ResNetConfig(width=4), seed=0).state_dict()
     other = ResNetConfig(width=4, zero_gamma=False, head_std=0.01)
