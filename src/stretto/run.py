@@ -25,15 +25,21 @@ from stretto.optim.configs import RateConfig
 from stretto.plan.profile import Profile
 from stretto.plan.units import called_modules
 from stretto.strategy import (
+    ADPSGD,
     AllReduceConfig,
     AnyStrategyConfig,
+    MakeOptimizer,
     Sharded,
     ShardedConfig,
+    Strategy,
     StrategyConfig,
     build_strategy,
     check_strategy,
     chosen_settings,
+    remarks,
 )
+from stretto.strategy.group_norms import GroupNorms, check_sharing
+from stretto.strategy.own import OwnModels
 from stretto.strategy.sharded.config import unit_bytes
 from stretto.telemetry.aside import write_aside
 from stretto.telemetry.events import Event
@@ -195,11 +201,11 @@ def assemble(
     chosen, profile = _with_estimate(config, prepared, channel)
     strategy = build_strategy(chosen, channel, recorder, calls=prepared.calls, profile=profile)
     strategy.reads_gradients = config.train.reads_gradients  # a plan that is made now goes by it
-    notes: list[str] = []
+    derived = derived_for(config, prepared.source.num_samples)
+    notes = [*remarks(config.strategy), *derived.remarks()]
     if isinstance(strategy, Sharded):
         strategy.known = replace(strategy.known, tell=notes.append)
-    derived = derived_for(config, prepared.source.num_samples)
-    making = make_optimizer(config.optim, prepared.model, peak_lr=derived.lr)
+    making = _making(derived, prepared.model, strategy, channel)
     model, optimizer = strategy.attach(prepared.model, making)
     if isinstance(strategy, Sharded) and isinstance(chosen, ShardedConfig) and world.rank == 0:
         plan = strategy.plan.replace(unit_bytes=unit_bytes(chosen))
@@ -224,6 +230,29 @@ def assemble(
         watch=Watch(config.train.early_stop),
         scale=loss_scale(config.train.precision, config.train.loss_scale),
     )
+
+
+def _making(
+    derived: Derived, model: nn.Module, strategy: Strategy, channel: Channel
+) -> MakeOptimizer:
+    """Return what builds the optimizer, with norms of groups where those differ from a rank's own.
+
+    Raises:
+        ConfigError: The ranks cannot be such groups.
+    """
+    optim, sharing = derived.config, derived.sharing
+    if sharing is not None:
+        check_sharing(sharing, channel.size)
+    if sharing is None or not isinstance(strategy, OwnModels):
+        return make_optimizer(optim, model, peak_lr=derived.lr)
+    if isinstance(strategy, ADPSGD):
+        raise ConfigError(
+            f"optim.norm_group = {sharing.width}: ranks of adpsgd wait for nobody's step, and "
+            "norms of a group need all of its ranks: leave norm_group out, or take "
+            'strategy.kind = "crossover"'
+        )
+    norms = GroupNorms(strategy, channel, sharing)
+    return norms.watching(make_optimizer(optim, model, norms=norms, peak_lr=derived.lr))
 
 
 def _with_estimate(

@@ -11,6 +11,7 @@ from torch import nn
 from stretto.comm.local import run_local
 from stretto.strategy import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
 from stretto.topology import TOPOLOGIES, named
+from stretto.topology.analysis import matrix
 from stretto.topology.custom import of_graph
 
 STEPS, WORKERS, LR, MOMENTUM = 20, 4, 0.01, 0.9
@@ -130,21 +131,10 @@ class Workers:
         return [[w.copy() for w in weights] for weights in self.x]
 
 
-def matrix(topology, step, layer, size=WORKERS):
-    """Return W of a round: row i is what i goes on with."""
-    found = np.zeros((size, size))
-    for rank in range(size):
-        peers = topology(rank, size, step, layer)
-        found[rank, rank] = peers.own
-        for edge in peers.receives:
-            found[rank, edge.rank] += edge.weight
-    return found
-
-
 def mixed(x, topology, step):
     return [
         [
-            sum(matrix(topology, step, layer, len(x))[i, j] * x[j][layer] for j in range(len(x)))
+            sum(matrix(topology, len(x), step, layer)[i, j] * x[j][layer] for j in range(len(x)))
             for layer in range(2)
         ]
         for i in range(len(x))
@@ -165,7 +155,9 @@ def test_crossover_averages_each_segment_with_a_peer_drawn_for_it(reads, calls):
         expected.append(workers.copy())
     assert_same(trained(config, reads=reads, calls=calls), expected)
     # Layers do meet different peers.
-    pairs = [matrix(config.who(), step, layer) for step in range(STEPS) for layer in range(2)]
+    pairs = [
+        matrix(config.who(), WORKERS, step, layer) for step in range(STEPS) for layer in range(2)
+    ]
     assert any((pairs[i] != pairs[i + 1]).any() for i in range(0, len(pairs), 2))
 
 
@@ -188,7 +180,7 @@ def test_what_is_heard_late_counts_as_the_difference_that_there_was(delay):
 
 def test_dpsgd_adds_an_update_to_what_all_had_before_it():
     config = DPSGDConfig()
-    assert matrix(config.who(), 0, 0)[0, 1] == pytest.approx(1 / 3)
+    assert matrix(config.who(), WORKERS)[0, 1] == pytest.approx(1 / 3)
     workers, expected = Workers(), []
     for step in range(STEPS):
         u = workers.directions(step)
@@ -211,16 +203,16 @@ class Irregular(SGPConfig):
         return of_graph(IRREGULAR)
 
 
-def sgp(config):
+def sgp(config, workers):
     """Return the history of x, w and z = x / w as the paper has it, and the masses."""
-    workers, expected, masses = Workers(), [], []
-    w, under_way = np.ones(WORKERS), []
+    size, expected, masses = len(workers.x), [], []
+    w, under_way = np.ones(size), []
     z = workers.copy()
     for step in range(STEPS):
         workers.adapt(step, at=z)
         if config.delay and len(under_way) >= config.delay:
             w = receive(workers.x, w, under_way.pop(0))
-        under_way.append(push(workers.x, w, matrix(config.who(), step, 0)))
+        under_way.append(push(workers.x, w, matrix(config.who(), size, step)))
         w = under_way[-1][2]
         if not config.delay:
             w = receive(workers.x, w, under_way.pop(0))
@@ -254,7 +246,7 @@ def receive(x, w, arriving):
 @pytest.mark.parametrize("kind", [SGPConfig, Irregular])
 def test_sgp_pushes_shares_and_divides_by_their_mass(kind, delay, reads):
     config = kind(delay=delay)
-    expected, masses = sgp(config)
+    expected, masses = sgp(config, Workers())
     history = trained(config, reads=reads)
     assert_same(history, expected)
     apart = max(np.ptp(of_step) for of_step in masses)
@@ -350,11 +342,12 @@ def test_every_topology_that_fits_can_be_gossiped_on(name):
 
 
 class Rarely(Chain):
-    """Has a parameter that only some forwards use."""
+    """Has a parameter that only some forwards use, and one that none does."""
 
     def __init__(self):
         super().__init__()
         self.rare = nn.Parameter(torch.ones(WIDTHS[2], dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(WIDTHS[2], dtype=torch.float64))
 
     def forward(self, x, *, rare):
         out = super().forward(x)
@@ -426,3 +419,145 @@ def test_what_ranks_settle_on_is_the_mean_and_each_goes_on_with_its_own():
         assert torch.equal(loaded, torch.full_like(own, 3.0))
         norm = sum(float((w + 1.5 * (i == 0)).__pow__(2).sum()) for i, w in enumerate(initial()))
         assert apart == pytest.approx((1.25 * first.numel() / norm) ** 0.5, rel=1e-9)
+
+
+def mixed_gradients(workers, topology, step):
+    """Return each worker's gradients at its own weights, averaged with those of its peers."""
+    own = [
+        gradients(x, workers.inputs[step, rank], workers.targets[step, rank])
+        for rank, x in enumerate(workers.x)
+    ]
+    return mixed(own, topology, step)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("topology", ["derangement", "ring", "complete"])
+def test_mixed_gradients_are_stepped_by_and_parameters_stay_each_workers_own(topology, reads):
+    config = CrossoverConfig(**CUTS, topology=topology, mix="gradients", seed=3)
+    workers, expected = Workers(), []
+    for step in range(STEPS):
+        for rank, found in enumerate(mixed_gradients(workers, config.who(), step)):
+            pairs = zip(workers.u[rank], found, strict=True)
+            workers.u[rank] = [MOMENTUM * u + g for u, g in pairs]
+            moved = zip(workers.x[rank], workers.u[rank], strict=True)
+            workers.x[rank] = [x - LR * u for x, u in moved]
+        expected.append(workers.copy())
+    assert_same(trained(config, reads=reads), expected)
+    first = [x[0] for x in workers.x]
+    apart = max(np.abs(x - first[0]).max() for x in first)
+    assert apart < 1e-12 if topology == "complete" else apart > 1e-4, "nothing pulls them together"
+
+
+def test_gradients_that_all_share_are_those_of_synchronous_sgd():
+    config = CrossoverConfig(**CUTS, topology="complete", mix="gradients")
+    workers, expected = Workers(), []
+    for step in range(STEPS):
+        u = workers.directions(step)
+        mean = [np.mean([of_rank[layer] for of_rank in u], axis=0) for layer in range(2)]
+        workers.x = [[x - LR * m for x, m in zip(workers.x[0], mean, strict=True)]] * WORKERS
+        expected.append(workers.copy())
+    assert_same(trained(config), expected)
+
+
+def test_between_rounds_workers_step_by_gradients_of_their_own():
+    config = CrossoverConfig(**CUTS, topology="complete", mix="gradients", every=STEPS)
+    workers, expected = Workers(), []
+    for step in range(STEPS - 1):
+        workers.adapt(step)
+        expected.append(workers.copy())
+    assert_same([history[:-1] for history in trained(config)], expected)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_one_worker_alone_has_used_its_peers_update_too(reads):
+    def on_rank(channel):
+        config = CrossoverConfig(**CUTS, topology="complete", mix="gradients")
+        strategy = build_strategy(config, channel)
+        strategy.reads_gradients = reads
+        model, optimizer = strategy.attach(Rarely(), lambda p: torch.optim.SGD(p, lr=LR))
+        strategy.begin(0, 0, True, LR)
+        if channel.rank < 2:  # the others have no samples
+            x = torch.ones(1, WIDTHS[0], dtype=torch.float64)
+            model(x, rare=channel.rank == 1).sum().backward()
+        strategy.after_backward()
+        had = {name: p.grad is not None for name, p in model.named_parameters()}
+        optimizer.step()
+        strategy.after_update()
+        strategy.close()
+        return had, model.rare.detach(), model.unused.detach()
+
+    found = run_local(WORKERS, on_rank)
+    for had, rare, unused in found:
+        assert had == {"first.weight": True, "second.weight": True, "rare": True, "unused": False}
+        torch.testing.assert_close(rare, found[1][1], rtol=0, atol=1e-12)
+        assert not torch.equal(rare, torch.ones_like(rare))
+        assert torch.equal(unused, torch.ones_like(unused))
+
+
+def clipped(found, most):
+    """Return gradients scaled down together, where their norm is above ``most``."""
+    norm = np.sqrt(sum((g**2).sum() for g in found))
+    return [g * min(1.0, most / (norm + 1e-6)) for g in found]
+
+
+def in_the_loop(channel, config, *, most, pieces):
+    """Train as the loop does, in ``pieces`` micro-batches a step; return weights and rounds."""
+    inputs, targets = batches()
+    strategy = build_strategy(config, channel, calls=("first", "second"))
+    strategy.reads_gradients = most is not None
+    model, optimizer = strategy.attach(
+        Chain(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
+    )
+    history, steps, rounds = [], [], []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(None))
+    for mixer in strategy._mixers:
+        mixer.leave = counting(mixer.leave, rounds)
+    for step in range(STEPS):
+        x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+        cut = list(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True))
+        for micro, (a, b) in enumerate(cut):
+            strategy.begin(step, micro, micro == pieces - 1, LR)
+            loss = (model(a) - b).square().sum() / 2
+            (loss / (SAMPLES * WORKERS)).backward()
+        agreed = strategy.after_backward()
+        if not agreed.done:
+            if most is not None:
+                agreed.clip_(most)
+            optimizer.step()
+            optimizer.zero_grad()
+        strategy.after_update()
+        history.append(seen(strategy, model))
+    strategy.close()
+    return history, len(steps), len(rounds)
+
+
+def counting(act, calls):
+    def counted(number):
+        calls.append(number)
+        act(number)
+
+    return counted
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("most", [None, 4.0, 1000.0])
+def test_a_step_of_several_pieces_is_one_update_and_one_round_clipped_by_its_own_norm(most, pieces):
+    config = CrossoverConfig(**CUTS, seed=5)
+    workers, expected, scaled = Workers(), [], 0
+    for step in range(STEPS):
+        for rank, x in enumerate(workers.x):
+            found = gradients(x, workers.inputs[step, rank], workers.targets[step, rank])
+            kept = found if most is None else clipped(found, most)
+            scaled += kept[0] is not found[0] and not np.allclose(kept[0], found[0])
+            pairs = zip(workers.u[rank], kept, strict=True)
+            workers.u[rank] = [MOMENTUM * u + g for u, g in pairs]
+            workers.x[rank] = [w - LR * u for w, u in zip(x, workers.u[rank], strict=True)]
+        workers.x = mixed(workers.x, config.who(), step)
+        expected.append(workers.copy())
+    told = run_local(WORKERS, lambda c: in_the_loop(c, config, most=most, pieces=pieces))
+    assert_same([history for history, _, _ in told], expected)
+    # Where gradients are looked at first, one step updates all segments; else each has its own.
+    updates = STEPS * (2 if most is None else 1)
+    assert {(steps, rounds) for _, steps, rounds in told} == {(updates, STEPS * 2)}
+    assert (scaled > 0) == (most == 4.0)
+    assert most != 4.0 or scaled < STEPS * WORKERS, "some are below"

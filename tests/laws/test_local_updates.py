@@ -25,6 +25,7 @@ from stretto.strategy import (
     build_strategy,
 )
 from stretto.strategy.own import optimizer_tensors
+from stretto.topology.analysis import matrix
 from tests.laws import test_no_trace as no_trace
 from tests.laws.test_gossip import (
     LR,
@@ -37,7 +38,6 @@ from tests.laws.test_gossip import (
     batches,
     gradients,
     initial,
-    matrix,
 )
 
 LAYERS = range(2)
@@ -278,7 +278,7 @@ def test_noloco_follows_the_mean_of_a_pair_that_is_drawn_anew(workers):
     for step in range(STEPS):
         team.step(step)
         if (step + 1) % 3 == 0:
-            pairs = matrix(config.who(), step // 3, 0, workers) > 0
+            pairs = matrix(config.who(), workers, step // 3) > 0
             met.add(pairs.tobytes())
             news = []
             for i in range(workers):

@@ -31,8 +31,8 @@ PAIRS = ["hypercube", "matching", "undirected-equidyn"]
 def variants():
     """Yield every row of the table with each setting that changes its shape, and over groups."""
     for name, entry in TOPOLOGIES.items():
-        for k in (1, 2, 3) if "k" in entry.reads else (1,):
-            yield f"{name}-k{k}" if k > 1 else name, named(name, Settings(k=k, seed=7))
+        for k in (1, 2, 3) if "peers" in entry.reads else (1,):
+            yield f"{name}-k{k}" if k > 1 else name, named(name, Settings(peers=k, seed=7))
         yield f"{name}-groups", named(name, Settings(groups=4, seed=7))
 
 
@@ -163,7 +163,7 @@ def test_of_a_matching_one_stays_alone_where_the_number_is_odd_and_nobody_else()
 @pytest.mark.parametrize("name", ["hyper-hypercube", "simple-base", "base"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_nobody_has_more_than_k_peers(name, k):
-    topology = named(name, Settings(k=k))
+    topology = named(name, Settings(peers=k))
     for size in allowed(topology):
         for step, _ in rounds(topology, size):
             assert max(max(each) for each in counts(topology, size, step)) <= k
@@ -262,13 +262,13 @@ def is_mean_after_one_period(topology, size):
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ["simple-base", "base"])
 def test_base_graphs_are_exact_after_one_period_for_any_number_of_ranks(name, k):
-    topology = named(name, Settings(k=k))
+    topology = named(name, Settings(peers=k))
     assert all(is_mean_after_one_period(topology, size) for size in range(1, 65))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 6])
 def test_hyper_hypercubes_are_exact_after_one_period_wherever_there_is_one(k):
-    topology = named("hyper-hypercube", Settings(k=k))
+    topology = named("hyper-hypercube", Settings(peers=k))
     assert all(is_mean_after_one_period(topology, size) for size in allowed(topology, range(1, 65)))
 
 

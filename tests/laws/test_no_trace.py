@@ -118,28 +118,54 @@ def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(
 
 
 OWN_MODELS = [
-    ("crossover",),
-    ("crossover", "strategy.delay=1"),
-    ("sgp", "strategy.delay=2"),
-    ("dpsgd", "strategy.every=2"),
+    (3, "crossover"),
+    (3, "crossover", "strategy.delay=1"),
+    (3, "sgp", "strategy.delay=2"),
+    (3, "dpsgd", "strategy.every=2"),
+    (4, "crossover", "strategy.groups=2"),
+    (4, "crossover", "strategy.groups=2", "strategy.delay=1", "train.clip_norm=0.5"),
+    (4, "sgp", "strategy.groups=2", "strategy.delay=2"),
+    (3, "crossover", "strategy.delay=1", "strategy.wire=fp8", "strategy.exact_every=2"),
+    (
+        3,
+        "crossover",
+        "strategy.wire=fp8",
+        "strategy.consensus_every=3",
+        "strategy.consensus_limit=1e-5",
+    ),
+    (3, "sgp", "strategy.delay=2", "strategy.exact_every=4", "strategy.consensus_every=1"),
+    # Shards of fp8 that differ in length.
+    (6, "crossover", "strategy.groups=2", "strategy.delay=1", "strategy.wire=fp8"),
+    (
+        4,
+        "crossover",
+        "strategy.groups=2",
+        "strategy.wire=fp8",
+        "strategy.consensus_every=3",
+        "strategy.consensus_limit=1e-5",
+    ),
+    (4, "sgp", "strategy.groups=2", "strategy.delay=1", "strategy.exact_every=4"),
+    (3, "crossover", "strategy.mix=gradients"),
+    (4, "crossover", "strategy.mix=gradients", "strategy.groups=2", "strategy.exact_every=4"),
+    (3, "sgp", "optim.kind=lars", "optim.norm_group=3", "optim.norm_group_from_epoch=1"),
 ]
-"""Strategies whose ranks have models of their own."""
+"""Ranks, and a strategy with which some of them have models of their own."""
 
 
-@pytest.mark.parametrize("strategy", OWN_MODELS, ids=" ".join)
+@pytest.mark.parametrize("strategy", OWN_MODELS, ids=lambda words: " ".join(map(str, words)))
 @pytest.mark.parametrize("cut", [1, 3])
 def test_so_is_one_whose_ranks_have_models_of_their_own(tmp_path, strategy, cut):
-    kind, *settings = strategy
+    size, kind, *settings = strategy
     never = [f"train.eval_every={NEVER}", f"train.save_every={NEVER}"]
-    # In a pass of 20 samples the last step has 2: one rank has none.
+    # In a pass of 20 samples the last step has 2: some ranks have none.
     pace = ["train.batch=9", f"strategy.kind={kind}", *settings, "optim.momentum=0.9"]
     whole = loaded_run(tmp_path, *pace, *never, f"train.steps={STEPS}")
-    undisturbed = run(3, whole, saves=False)
-    assert undisturbed[0]["0.weight"] != undisturbed[1]["0.weight"]
-    run(3, loaded_run(tmp_path, *pace, *never, f"train.steps={cut}"))
-    assert run(3, whole, resume=True) == undisturbed
+    undisturbed = run(size, whole, saves=False)
+    assert undisturbed[0]["0.weight"] != undisturbed[-1]["0.weight"]
+    run(size, loaded_run(tmp_path, *pace, *never, f"train.steps={cut}"))
+    assert run(size, whole, resume=True) == undisturbed
     often = ["train.eval_every=1", "train.save_every=1", f"train.steps={STEPS}", "run.name=often"]
-    assert run(3, loaded_run(tmp_path, *pace, *often)) == undisturbed
+    assert run(size, loaded_run(tmp_path, *pace, *often)) == undisturbed
 
 
 def test_the_ranks_of_these_runs_do_have_statistics_of_their_own(tmp_path):

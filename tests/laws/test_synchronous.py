@@ -19,7 +19,7 @@ from stretto.model.loss import per_sample_loss
 from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
 from stretto.strategy import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
-from stretto.train.agreement import Agreement
+from stretto.train.agreement import Agreement, Control
 from stretto.train.config import TrainConfig
 from stretto.train.parts import Parts
 from stretto.train.step import accumulate, shares, update
@@ -123,7 +123,7 @@ def run_rank(
         report=lambda event: None,
         recorder=Recorder(channel.rank),
     )
-    agreement = Agreement(channel)
+    agreement = Agreement(Control(channel))
     with Prefetch(parts.source, shares(parts, 0)) as batches:
         for step, loaded in enumerate(batches):
             accumulate(parts, step, loaded, parts.rate_at(step), agreement)

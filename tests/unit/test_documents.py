@@ -31,6 +31,8 @@ LINKED = (
     "docs/sharding.md",
     "docs/planning.md",
     "docs/gossip.md",
+    "docs/virtual.md",
+    "docs/studies.md",
     *DECISIONS,
 )
 
@@ -112,7 +114,7 @@ def test_the_quick_start_sets_up_with_two_commands():
     assert [line.partition("#")[0].strip() for line in lines] == ["make demo", "make test"]
 
 
-@pytest.mark.parametrize("document", [*LINKED[:11], "examples/text.toml", "examples/images.toml"])
+@pytest.mark.parametrize("document", [*LINKED[:13], "examples/text.toml", "examples/images.toml"])
 def test_every_stretto_command_parses(document):
     app = build_app()
     lines = command_lines(document)

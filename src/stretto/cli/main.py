@@ -37,9 +37,13 @@ VERBS = {
     ),
     "simulate": (
         "stretto.cli.simulate:simulate",
-        "Predict what collectives cost on a cluster that is not here.",
+        "Predict what collectives and steps cost on a cluster not here.",
     ),
     "bench": ("stretto.cli.bench:bench", "Measure against the peer and the bound."),
+    "study": (
+        "stretto.cli.study:study",
+        "See how accuracy and speed hold up as workers, batches or hosts grow.",
+    ),
 }
 
 
@@ -59,9 +63,9 @@ def build_app() -> App:
 def run() -> NoReturn:
     """Run one verb as a process, and end it.
 
-    Who has talked to other ranks leaves at once, after everything that was to be done at exit: when
-    an interpreter takes itself apart, groups of Gloo end with it, and now and then one of their
-    threads is still there ("terminate called without an active exception", after all was saved).
+    Who has talked to other ranks leaves at once, after everything that was to be done at exit: a
+    run that failed may have a sum under way, whose thread must not outlive the interpreter (the
+    note on threads in `stretto.comm.gloo`).
     """
     code = main()
     if "stretto.comm.gloo" not in sys.modules:

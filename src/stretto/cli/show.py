@@ -72,7 +72,9 @@ def show(
         _check_file(svg)
     mesh = _mesh(among)
     if collective == GOSSIP:
-        return _show_topology(algorithm, mesh.size, svg, json_=json_)
+        if svg is not None or parts != 1:
+            raise ConfigError("--svg and --parts are for schedules; leave them out for a topology")
+        return _show_topology(algorithm, mesh.size, json_=json_)
     shown = diagram(_schedule(algorithm, collective, mesh, parts), mesh, collective)
     if svg is not None:
         _write(svg, shown)
@@ -84,13 +86,11 @@ def show(
     return 0
 
 
-def _show_topology(name: str, size: int, svg: Path | None, *, json_: bool) -> int:
+def _show_topology(name: str, size: int, *, json_: bool) -> int:
     from stretto.topology import named
     from stretto.topology.analysis import report
     from stretto.topology.draw import graph, lines
 
-    if svg is not None:
-        raise ConfigError("--svg draws schedules; a topology is told in lines: leave it out")
     topology = named(name)
     topology.check(size)
     drawn = lines(topology, size)

@@ -19,6 +19,17 @@ WIRE: dict[str, torch.dtype | None] = {
 """What gradients travel as; "own" is the gradient's own type."""
 
 
+def checked_type(word: str) -> str:
+    """Return the name of a type in which something may travel.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if word not in WIRE:
+        raise ValueError(f"expected {', '.join(WIRE)}, got {word!r}")
+    return word
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What `cut_buckets` needs to know of one tensor."""

@@ -63,6 +63,13 @@ class Channel(Protocol):
         """
         ...
 
+    def hear(self, parcel: Parcel) -> None:
+        """Receive from one peer, however long it is until that one speaks; on the host.
+
+        A peer that is gone is noticed all the same. Several threads may hear different peers.
+        """
+        ...
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum into ``tensor``; several may be in flight, in one order."""
         ...

@@ -50,6 +50,10 @@ class EmulatedLink:
         self._inner.exchange(sends, receives)
         _sleep_until(done_s)
 
+    def hear(self, parcel: Parcel) -> None:
+        """Hear: who sends has the link."""
+        self._inner.hear(parcel)
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the sum; it is done when a ring of this size would have carried it."""
         n = self.size

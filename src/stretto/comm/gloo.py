@@ -7,6 +7,13 @@ survivors build the next generation on the same store, with other members, and c
 Note: a lane is a connection of its own. Before a message moves, its receiver sends a word that it
 is ready, down the same connection as what the receiver itself sends: behind another lane's bulk
 that word would wait until all of it has left, and two directions would take turns.
+
+Note: a group's threads end before the interpreter does. A thread of Gloo's that has made a sum lets
+go of its tensors, which belong to Python as well, so it asks for the interpreter's lock. Whoever
+asks while the interpreter ends is ended on the spot, inside a destructor, and takes the whole
+process along ("terminate called without an active exception"). So a channel that is closed drops
+its groups, which joins their threads; except where a sum is still under way, and might stay so
+until its time-out.
 """
 
 import os
@@ -43,6 +50,10 @@ _CAUSES = {
 """What a lost peer has probably met, by what the back end says of it; the first that fits."""
 
 
+_PATIENCE = timedelta(days=365)
+"""For a peer that has nothing to say; Gloo wants a number."""
+
+
 class GlooChannel:
     """This process's end of one generation of a group; made by `open_channel`."""
 
@@ -53,17 +64,19 @@ class GlooChannel:
         self._lanes: list[Any] = []
         self._members = tuple(members)
         self._mesh = mesh
+        self._under_way: set[_Work] = set()
         self.reserve(1)
+        self._rank = int(self._lanes[0].rank())
 
     @property
     def rank(self) -> int:
         """My place in the group."""
-        return int(self._lanes[0].rank())
+        return self._rank
 
     @property
     def size(self) -> int:
         """Number of members."""
-        return int(self._lanes[0].size())
+        return len(self._members)
 
     @property
     def mesh(self) -> Mesh:
@@ -89,6 +102,14 @@ class GlooChannel:
         except RuntimeError as failure:
             raise ChannelError(self._describe(peer, failure)) from failure
 
+    def hear(self, parcel: Parcel) -> None:
+        """Receive, beyond the group's time-out; a connection that breaks ends it."""
+        peer, tensor, lane = parcel
+        try:
+            self._lanes[lane].recv([tensor], peer, 0).wait(_PATIENCE)
+        except RuntimeError as failure:
+            raise ChannelError(self._describe(peer, failure)) from failure
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum."""
         options = AllreduceOptions()
@@ -105,6 +126,8 @@ class GlooChannel:
         """Leave the group; a peer that still waits for us waits until its time-out."""
         for group in self._lanes:
             group.shutdown()
+        if not self._under_way:
+            self._lanes.clear()
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:
         who = "a peer" if peer < 0 else f"rank {self._members[peer]}"
@@ -120,6 +143,7 @@ class _Work:
         self._work = work
         self._channel = channel
         self.finished_s: float | None = None
+        channel._under_way.add(self)
         work.get_future().add_done_callback(self._finished)
 
     def wait(self) -> None:
@@ -131,6 +155,7 @@ class _Work:
 
     def _finished(self, _future: object) -> None:
         self.finished_s = time.monotonic()
+        self._channel._under_way.discard(self)
 
 
 def open_channel(

@@ -10,10 +10,24 @@ import torch
 from torch import Tensor
 
 from stretto.cluster.world import Mesh
-from stretto.comm.channel import Finished, Parcel, Pending
+from stretto.comm.channel import Parcel, Pending
 from stretto.errors import ChannelError
 
 T = TypeVar("T")
+
+
+class _Table:
+    """Where one sum is made."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, Tensor] = {}
+        self.total: Tensor | None = None
+        self.finished_s: float | None = None
+
+    def close(self) -> None:
+        """Add up: all have come."""
+        self.total = _sum_in_rank_order(self.tensors)
+        self.finished_s = time.monotonic()
 
 
 class _Hub:
@@ -25,23 +39,30 @@ class _Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.boxes: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)
-        self.tables: dict[int, dict[int, Tensor]] = defaultdict(dict)
-        self.sums: dict[int, Tensor] = {}
+        self.tables: dict[int, _Table] = defaultdict(_Table)
         self.broken: str | None = None
 
-    def wait_for(self, ready: Callable[[], Any], what: str) -> None:
+    def wait_for(self, ready: Callable[[], Any], what: str, *, patient: bool = False) -> None:
         """Wait, the lock held, until ``ready``; end in a named error on a failure or time-out."""
-        done = self.changed.wait_for(lambda: self.broken or ready(), self.timeout_s)
+        limit_s = None if patient else self.timeout_s
+        done = self.changed.wait_for(lambda: self.broken or ready(), limit_s)
         if self.broken:
             raise ChannelError(f"{what}: {self.broken}")
         if not done:
             raise ChannelError(f"{what}: no answer within {self.timeout_s:g} s")
 
-    def letter(self, source: int, target: int, lane: int) -> Tensor:
-        """Return the next message on a route, the lock held."""
+    def deliver(self, parcel: Parcel, target: int, *, patient: bool = False) -> None:
+        """Put the next message of a route where it was wanted, the lock held."""
+        source, tensor, lane = parcel
         box = self.boxes[source, target, lane]
-        self.wait_for(lambda: box, f"rank {target} waits for rank {source}")
-        return box.popleft()
+        self.wait_for(lambda: box, f"rank {target} waits for rank {source}", patient=patient)
+        letter = box.popleft()
+        if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
+            raise ChannelError(
+                f"rank {target} expects {tuple(tensor.shape)} {tensor.dtype} from "
+                f"rank {source}, which sent {tuple(letter.shape)} {letter.dtype}"
+            )
+        tensor.copy_(letter)
 
 
 class LocalChannel:
@@ -77,31 +98,26 @@ class LocalChannel:
             for peer, tensor, lane in sends:
                 hub.boxes[self._rank, peer, lane].append(tensor.clone())
             hub.changed.notify_all()
-            for peer, tensor, lane in receives:
-                letter = hub.letter(peer, self._rank, lane)
-                if letter.shape != tensor.shape or letter.dtype != tensor.dtype:
-                    raise ChannelError(
-                        f"rank {self._rank} expects {tuple(tensor.shape)} {tensor.dtype} from "
-                        f"rank {peer}, which sent {tuple(letter.shape)} {letter.dtype}"
-                    )
-                tensor.copy_(letter)
+            for parcel in receives:
+                hub.deliver(parcel, self._rank)
+
+    def hear(self, parcel: Parcel) -> None:
+        """Receive, however long it takes; a rank that fails ends it."""
+        with self._hub.changed:
+            self._hub.deliver(parcel, self._rank, patient=True)
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Sum in rank order, once, by whoever comes last; the others copy."""
+        """Sum in rank order, once, by whoever comes last; each copies when it waits."""
         hub, index = self._hub, self._sums
         self._sums += 1
         with hub.changed:
             table = hub.tables[index]
-            table[self._rank] = tensor
-            if len(table) == hub.size:
-                hub.sums[index] = _sum_in_rank_order(table)
+            table.tensors[self._rank] = tensor
+            if len(table.tensors) == hub.size:
+                table.close()
+                del hub.tables[index]
                 hub.changed.notify_all()
-            hub.wait_for(lambda: index in hub.sums, f"rank {self._rank} waits for sum {index}")
-            tensor.copy_(hub.sums[index])
-            del table[self._rank]
-            if not table:
-                del hub.tables[index], hub.sums[index]
-        return Finished(time.monotonic())
+        return _Sum(hub, table, tensor, f"rank {self._rank} waits for sum {index}")
 
     def watch(self, what: str, over: Callable[[], bool]) -> None:
         """Do nothing: whoever waits here is told."""
@@ -114,6 +130,27 @@ class LocalChannel:
         with self._hub.changed:
             self._hub.broken = self._hub.broken or reason
             self._hub.changed.notify_all()
+
+
+class _Sum:
+    """A sum under way, seen by one rank."""
+
+    def __init__(self, hub: _Hub, table: _Table, tensor: Tensor, what: str) -> None:
+        self._hub, self._table, self._tensor, self._what = hub, table, tensor, what
+        self._taken = False
+
+    @property
+    def finished_s(self) -> float | None:
+        """When the last rank came."""
+        return self._table.finished_s
+
+    def wait(self) -> None:
+        """Return when the sum is there."""
+        with self._hub.changed:
+            self._hub.wait_for(lambda: self._table.total is not None, self._what)
+            if not self._taken and self._table.total is not None:
+                self._tensor.copy_(self._table.total)
+            self._taken = True
 
 
 def local_channels(ranks: int | Mesh, timeout_s: float = 60.0) -> list[LocalChannel]:

@@ -91,6 +91,10 @@ class NcclChannel:
         except RuntimeError as failure:
             raise self._lost(failure) from failure
 
+    def hear(self, parcel: Parcel) -> None:
+        """Hear over Gloo: on a GPU nothing may wait for who knows how long."""
+        self._beside.hear(parcel)
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Begin the back end's own sum."""
         if not tensor.is_cuda:

@@ -6,7 +6,7 @@ Like the courier's errands, but nobody adds anything up: what arrives lies where
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stretto.comm.channel import Channel, Finished, Parcel, Pending
 from stretto.errors import StrettoError
@@ -20,18 +20,28 @@ class Post:
         self._lanes: dict[int, _Lane] = {}
         self._closed = False
 
-    def start(self, sends: Sequence[Parcel], receives: Sequence[Parcel], lane: int) -> Pending:
-        """Begin an exchange and return; the tensors are the post's until it is waited for."""
+    def start(
+        self,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        lane: int,
+        then: Callable[[], None] | None = None,
+    ) -> Pending:
+        """Begin an exchange and return; the tensors are the post's until it is waited for.
+
+        ``then`` is called when everything has arrived, before the lane's next exchange.
+        """
         if self._closed:
             raise StrettoError("parcels were given to a post that had been closed")
-        if not sends and not receives:
+        if not sends and not receives and then is None:
             return Finished(time.monotonic())
+        exchange = _Exchange(sends, receives, then)
         if any(parcel.tensor.is_cuda for parcel in (*sends, *receives)):
-            self._channel.exchange(sends, receives)  # only queued: the stream keeps the order
-            return Finished(time.monotonic())
+            exchange.run(self._channel)  # only queued: the stream keeps the order
+            return exchange
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(self._channel, lane)
-        return self._lanes[lane].submit(_Exchange(sends, receives))
+        return self._lanes[lane].submit(exchange)
 
     def close(self) -> None:
         """End the threads after what is queued; safe to call twice."""
@@ -43,9 +53,14 @@ class Post:
 class _Exchange:
     """One that is under way."""
 
-    def __init__(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+    def __init__(
+        self,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        then: Callable[[], None] | None,
+    ) -> None:
         self.finished_s: float | None = None
-        self._sends, self._receives = sends, receives
+        self._sends, self._receives, self._then = sends, receives, then
         self._over = threading.Event()
         self._failure: BaseException | None = None
 
@@ -59,6 +74,8 @@ class _Exchange:
         """Carry it out; return what went wrong."""
         try:
             channel.exchange(self._sends, self._receives)
+            if self._then is not None:
+                self._then()
         except BaseException as failure:  # noqa: BLE001 - raised where it is waited for
             self.fail(failure)
             return failure

@@ -49,6 +49,10 @@ class RecordingChannel:
         self.sent.extend(Message(peer, tensor.nbytes, lane) for peer, tensor, lane in sends)
         self._inner.exchange(sends, receives)
 
+    def hear(self, parcel: Parcel) -> None:
+        """Hear: nothing is sent."""
+        self._inner.hear(parcel)
+
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Note the tensor, then begin the sum."""
         self.sent.append(Message(-1, tensor.nbytes))

@@ -43,15 +43,33 @@ def average_(tensors: list[Tensor], channel: Channel) -> None:
 def gather_to_rank_0(tensors: Sequence[Tensor], channel: Channel) -> list[list[Tensor]]:
     """Return on rank 0 the ``tensors`` of every rank, bit for bit, by rank; elsewhere nothing.
 
-    All ranks call this together, with the same types and shapes; one message from each.
+    All ranks call this together, with the same types, shapes and kinds of device; one message from
+    each for every kind: counts of an optimizer may lie with the host, its momentum on a GPU.
     """
-    own = as_bytes(tensors)
+    of_ranks: list[dict[int, Tensor]] = [{} for _ in range(0 if channel.rank else channel.size)]
+    for places in by_device(tensors):
+        group = [tensors[place] for place in places]
+        for found, row in zip(of_ranks, _rows_of_ranks(as_bytes(group), channel), strict=True):
+            found.update(zip(places, _from_bytes(row, group), strict=True))
+    return [[found[place] for place in range(len(tensors))] for found in of_ranks]
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Return the places of those that lie on one device, together; devices as they come first."""
+    places: dict[torch.device, list[int]] = defaultdict(list)
+    for place, tensor in enumerate(tensors):
+        places[tensor.device].append(place)
+    return list(places.values())
+
+
+def _rows_of_ranks(own: Tensor, channel: Channel) -> list[Tensor]:
+    """Return on rank 0 what every rank calls its ``own``; elsewhere nothing."""
     if channel.rank:
         channel.exchange([Parcel(0, own)], [])
         return []
     rows = [own, *(torch.empty_like(own) for _ in range(1, channel.size))]
     channel.exchange([], [Parcel(peer, row) for peer, row in enumerate(rows) if peer])
-    return [_from_bytes(row, tensors) for row in rows]
+    return rows
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> Tensor:

@@ -196,12 +196,15 @@ class Crew:
                 self.codes[rank] = seen.si_status if exited else -seen.si_status
 
 
-def guarded(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` changed so that the process is killed when this one dies."""
+def guarded(argv: Sequence[str], *, by: str = "KILL") -> list[str]:
+    """Return ``argv`` changed so that the process is killed, or asked to end, when this one dies.
+
+    ``by`` is the signal; one that a process can hear lets it clear up.
+    """
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         return list(argv)
-    arming = [setpriv, "--pdeathsig", "KILL", "--"]
+    arming = [setpriv, "--pdeathsig", by, "--"]
     return [*arming, "/bin/sh", "-c", _IF_PARENT_LIVES, "sh", str(os.getpid()), *argv]
 
 

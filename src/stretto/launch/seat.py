@@ -19,7 +19,7 @@ from stretto.errors import ChannelError, StrettoError
 from stretto.launch.screen import echo_of
 from stretto.launch.stop import StopRequest
 from stretto.run import RunSection
-from stretto.train.agreement import Agreement
+from stretto.train.agreement import Control
 
 _VERDICT_S = 2.0
 """How long a rank that lost a peer waits for the word of whoever broke first."""
@@ -63,14 +63,14 @@ def take_seat(stack: ExitStack, run: RunSection, world: World, stream: TextIO) -
     return replace(seat, pulse=pulse)
 
 
-def agreement_of(seat: Seat, request: StopRequest) -> Agreement:
-    """Return what asks all ranks once a step, and tells with each beat which step it is."""
+def control_of(seat: Seat, request: StopRequest) -> Control:
+    """Return what ranks agree over: who asks for a stop, and beats that tell which step it is."""
 
     def tell_step(step: int) -> None:
         if seat.pulse:
             seat.pulse.step = step
 
-    return Agreement(seat.control, request.word, tell_step)
+    return Control(seat.control, request.word, tell_step)
 
 
 def leave(seat: Seat) -> None:

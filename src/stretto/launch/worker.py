@@ -19,7 +19,7 @@ from stretto.data.source import Place
 from stretto.errors import STOPPED_EXIT_CODE, ConfigError
 from stretto.launch.folder import enter_run
 from stretto.launch.parent import WORKERS, end_with_parent
-from stretto.launch.seat import Seat, agreement_of, blaming, leave, take_seat
+from stretto.launch.seat import Seat, blaming, control_of, leave, take_seat
 from stretto.launch.stop import StopRequest, heeding
 from stretto.run import (
     Prepared,
@@ -109,7 +109,7 @@ def _run(
     if channel.rank == 0 and config.optim.reference_batch is not None:
         for line in derived_for(config, parts.source.num_samples).lines():
             seat.say(f"{line.name} {line.value}: {line.rule}")
-    return train(parts, first_step, agreement_of(seat, request))
+    return train(parts, first_step, control_of(seat, request))
 
 
 def _say_how_to_go_on(seat: Seat) -> None:

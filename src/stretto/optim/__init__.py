@@ -15,7 +15,7 @@ from stretto.optim.derive import Derived, Line, derive
 from stretto.optim.groups import split, undecayed
 from stretto.optim.lamb import LAMB
 from stretto.optim.lars import LARS
-from stretto.optim.making import make_optimizer
+from stretto.optim.making import make_optimizer, stacked_optimizer
 from stretto.optim.norms import Norms, own_norms
 from stretto.optim.ratios import Trust
 from stretto.optim.rules import Moments, Momentum
@@ -45,5 +45,6 @@ __all__ = [
     "make_optimizer",
     "own_norms",
     "split",
+    "stacked_optimizer",
     "undecayed",
 ]

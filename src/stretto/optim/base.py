@@ -53,6 +53,9 @@ class Layers:
 class LayerOptimizer(torch.optim.Optimizer):
     """An optimizer whose subclass says only how `Layers` move."""
 
+    stacked = False
+    """Whether every parameter is [W, ...], a row for each of W models; else it is one model's."""
+
     def __init__(self, parameters: Any, options: dict[str, Any]) -> None:  # noqa: ANN401 - as torch
         lr = options["lr"]
         if not isinstance(lr, Tensor) and not 0 <= lr < float("inf"):
@@ -64,6 +67,10 @@ class LayerOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def update_(self, groups: Sequence[Layers]) -> None:
         """Move the weights of every group; called with groups that are not empty, if any."""
+
+    def by_model(self, layers: Sequence[Tensor]) -> list[Tensor]:
+        """Return layers as [W, ...]; they share their memory."""
+        return list(layers) if self.stacked else [layer[None] for layer in layers]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch

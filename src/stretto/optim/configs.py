@@ -177,10 +177,24 @@ class LARSConfig(RateConfig):
     ratio_decay: RatioDecay = "plain"
     """The decay in the denominator of the ratio: weight_decay itself ("plain"), or the peak rate
     times weight_decay ("peak")."""
+    norm_group: int = Field(default=1, ge=1)
+    """Ranks in a row of whose mean weights and gradients norms are taken; 1: each rank's own. Where
+    all ranks have one model they are the same."""
+    norm_group_from_epoch: float = Field(default=0.0, ge=0)
+    """The epoch, counted from the start of the run, from which on norms are a group's."""
 
     @model_validator(mode="after")
     def _momentum_can_be(self) -> Self:
         momentum_of(self)
+        return self
+
+    @model_validator(mode="after")
+    def _groups_begin_where_there_are_some(self) -> Self:
+        if self.norm_group == 1 and self._is_set("norm_group_from_epoch"):
+            raise ValueError(
+                "norm_group_from_epoch says from when on norms are a group's, and norm_group = 1 "
+                "is none: set norm_group, or leave norm_group_from_epoch out"
+            )
         return self
 
 

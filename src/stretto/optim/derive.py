@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stretto.errors import ConfigError
 from stretto.optim.configs import AnyOptim, LAMBConfig, LARSConfig, SGDConfig
+from stretto.optim.norms import Sharing
 from stretto.optim.rate import Decay, WarmUp, rate_of
 
 
@@ -39,6 +40,24 @@ class Derived:
         """Return the rate of ``step``, counted from 0; a pure function."""
         return rate_of(self.lr, self.warm_up, self.decay, step)
 
+    @property
+    def sharing(self) -> Sharing | None:
+        """Who shares norms, and from which step on; None where nobody does."""
+        config = self.config
+        if not isinstance(config, LARSConfig) or config.norm_group == 1:
+            return None
+        return Sharing(config.norm_group, round(config.norm_group_from_epoch * self.epoch_steps))
+
+    def remarks(self) -> list[str]:
+        """Return what people should know before the first step: settings that will do nothing."""
+        sharing = self.sharing
+        if sharing is None or sharing.from_step < self.total_steps:
+            return []
+        return [
+            f"optim.norm_group = {sharing.width} is never active: optim.norm_group_from_epoch is "
+            f"step {sharing.from_step}, and the run ends after {self.total_steps} steps"
+        ]
+
     def lines(self) -> tuple[Line, ...]:
         """Return what was derived and by which rule, for people."""
         told = [_tell_rate(self), _tell_warm_up(self), *_tell_decay(self), *_tell_length(self)]
@@ -48,7 +67,7 @@ class Derived:
         else:
             told.append(_tell_moments(self.config))
         if isinstance(self.config, LARSConfig | LAMBConfig):
-            told.append(_tell_ratio(self.config, self.lr))
+            told.append(_tell_ratio(self.config, self))
         return tuple(told)
 
 
@@ -199,14 +218,18 @@ def _tell_moments(config: AnyOptim) -> Line:
     return Line("betas", f"{config.beta1:g}, {config.beta2:g}", f"eps {config.eps:g}")
 
 
-def _tell_ratio(config: LARSConfig | LAMBConfig, peak: float) -> Line:
+def _tell_ratio(config: LARSConfig | LAMBConfig, derived: Derived) -> Line:
+    peak, sharing = derived.lr, derived.sharing
     if isinstance(config, LAMBConfig):
         limit = f", |w| counted up to {config.norm_limit:g}" if config.norm_limit else ""
         return Line("ratio", "|w| / |update|", f"per layer{limit}")
     decay = config.weight_decay * (peak if config.ratio_decay == "peak" else 1)
     why = f"{peak:g} x {config.weight_decay:g}" if config.ratio_decay == "peak" else "weight decay"
     value = f"{config.trust:g} |w| / (|g| + {decay:g} |w| + {config.eps:g})"
-    return Line("ratio", value, f"per layer; the factor of |w| below is {why}")
+    rule = f"per layer; the factor of |w| below is {why}"
+    if sharing is not None:
+        rule += f"; norms of the mean of {sharing.width} ranks from step {sharing.from_step} on"
+    return Line("ratio", value, rule)
 
 
 def _length(steps: int, derived: Derived) -> str:

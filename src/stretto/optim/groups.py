@@ -10,6 +10,9 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 """Modules whose parameters scale and shift what was normalised; the first one is every batch norm,
 `nn.SyncBatchNorm` included, and every instance norm."""
 
+UNDECAYED: dict[str, Any] = {"weight_decay": 0.0, "adapt": False}
+"""The options of a group with neither decay nor a ratio."""
+
 
 def undecayed(model: nn.Module) -> frozenset[str]:
     """Return the names of parameters with neither decay nor a ratio.
@@ -35,7 +38,7 @@ def split(
     spared |= {id(p) for p in mine if p.dim() <= 1}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in mine if id(p) not in spared]},
-        {"params": [p for p in mine if id(p) in spared], "weight_decay": 0.0, "adapt": False},
+        {"params": [p for p in mine if id(p) in spared], **UNDECAYED},
     ]
     return [group for group in groups if group["params"]]
 

@@ -58,8 +58,8 @@ class LAMB(LayerOptimizer):
         ]
         for layers, along in adapted:
             torch._foreach_add_(along, layers.weights, alpha=layers.options["weight_decay"])
-        weights = [weight[None] for layers, _ in adapted for weight in layers.weights]
-        updates = [update[None] for _, along in adapted for update in along]
+        weights = self.by_model([weight for layers, _ in adapted for weight in layers.weights])
+        updates = self.by_model([update for _, along in adapted for update in along])
         if weights:
             both = self.norms([*weights, *updates])
             weight_norms, update_norms = both.tensor_split(2, dim=1)
@@ -68,7 +68,7 @@ class LAMB(LayerOptimizer):
             these = slice(done, done + len(along))
             limit = layers.options["norm_limit"]
             ratio = lamb_ratio(weight_norms[:, these], update_norms[:, these], limit)
-            scale_layers_([update[None] for update in along], ratio)
+            scale_layers_(self.by_model(along), ratio)
             done = these.stop
         for layers, along in zip(groups, directions, strict=True):
             add_scaled_(layers.weights, along, -layers.options["lr"])

@@ -49,8 +49,8 @@ class LARS(LayerOptimizer):
     def update_(self, groups: Sequence[Layers]) -> None:
         """Ask for all norms at once, then step each group."""
         adapted = [layers for layers in groups if layers.options["adapt"]]
-        weights = [weight[None] for layers in adapted for weight in layers.weights]
-        gradients = [gradient[None] for layers in adapted for gradient in layers.gradients]
+        weights = self.by_model([weight for layers in adapted for weight in layers.weights])
+        gradients = self.by_model([grad for layers in adapted for grad in layers.gradients])
         if weights:
             both = self.norms([*weights, *gradients])
             weight_norms, gradient_norms = both.tensor_split(2, dim=1)
@@ -64,7 +64,7 @@ class LARS(LayerOptimizer):
                 weight_norms[:, these], gradient_norms[:, these], self._trust(layers), decay
             )
             directions = decayed(layers.gradients, layers.weights, decay)
-            scale_layers_([direction[None] for direction in directions], ratio)
+            scale_layers_(self.by_model(directions), ratio)
             move_(layers, directions)
             done = these.stop
 

@@ -1,11 +1,13 @@
 """From an ``[optim]`` table to the optimizer, once the parameters are known."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from stretto.optim.adam import Adam, AdamW
+from stretto.optim.base import LayerOptimizer
 from stretto.optim.configs import (
     AdamConfig,
     AdamWConfig,
@@ -16,7 +18,7 @@ from stretto.optim.configs import (
     SGDConfig,
     momentum_of,
 )
-from stretto.optim.groups import split
+from stretto.optim.groups import UNDECAYED, split, undecayed
 from stretto.optim.lamb import LAMB
 from stretto.optim.lars import LARS
 from stretto.optim.norms import Norms, own_norms
@@ -50,9 +52,29 @@ def make_optimizer(
     return build
 
 
-def _build(
-    config: AnyOptim, groups: Parameters, peak_lr: float, norms: Norms
-) -> torch.optim.Optimizer:
+def stacked_optimizer(
+    config: AnyOptim,
+    model: nn.Module,
+    values: Mapping[str, nn.Parameter],
+    *,
+    peak_lr: float | None = None,
+) -> LayerOptimizer:
+    """Return the optimizer of ``config`` for many models at once: ``values`` are [W, ...] by name.
+
+    Each of them is updated as if it were alone; ``model`` is like them and says what decays.
+    """
+    spared = frozenset[str]() if config.decay_all else undecayed(model)
+    groups: list[dict[str, Any]] = [
+        {"params": [value for name, value in values.items() if name not in spared]},
+        {"params": [value for name, value in values.items() if name in spared], **UNDECAYED},
+    ]
+    peak = config.lr if peak_lr is None else peak_lr
+    optimizer = _build(config, [group for group in groups if group["params"]], peak, own_norms)
+    optimizer.stacked = True
+    return optimizer
+
+
+def _build(config: AnyOptim, groups: Parameters, peak_lr: float, norms: Norms) -> LayerOptimizer:
     decay = config.weight_decay
     match config:
         case SGDConfig():

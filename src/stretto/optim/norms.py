@@ -6,6 +6,7 @@ group can average all of them in one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,15 @@ from torch import Tensor
 Norms = Callable[[Sequence[Tensor]], Tensor]
 """From L layers, each stacked over W workers as [W, ...], to their norms [W, L], float32 or wider.
 All ranks that share norms call it together, with as many layers; nobody waits for a device."""
+
+
+class Sharing(NamedTuple):
+    """Who shares norms, and from when on."""
+
+    width: int
+    """Ranks in a row that do."""
+    from_step: int
+    """The first step in which they do, counted from 0."""
 
 
 def own_norms(layers: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import ConfigError
+from stretto.optim.rules import across, multiply_
 
 RatioDecay = Literal["plain", "peak"]
 
@@ -78,11 +79,8 @@ def scale_layers_(layers: list[Tensor], ratio: Tensor) -> None:
     launches, but moves three times the bytes. ResNet-50's 54 layers, decay included: 0.7 to 1.0 ms
     against 1.8 ms on an H200, 15 ms against 340 ms on two CPU cores.
     """
-    columns = [
-        column.view(-1, *(1,) * (layer.dim() - 1))
-        for column, layer in zip(ratio.unbind(1), layers, strict=True)
-    ]
-    torch._foreach_mul_(layers, columns)
+    columns = zip(ratio.unbind(1), layers, strict=True)
+    multiply_(layers, [across(column, layer) for column, layer in columns])
 
 
 def _or_one(ratio: Tensor, *norms: Tensor) -> Tensor:

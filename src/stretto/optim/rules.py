@@ -127,6 +127,16 @@ def multiply_(layers: Tensors, factors: Sequence[Rate]) -> None:
         torch._foreach_mul_(layers, [torch.as_tensor(factor) for factor in factors])
 
 
+def across(numbers: Rate, layer: Tensor) -> Rate:
+    """Return a number for each worker, [W], so that it multiplies a layer [W, ...].
+
+    One number for all stays as it is.
+    """
+    if isinstance(numbers, Tensor) and numbers.dim():
+        return numbers.view(-1, *(1,) * (layer.dim() - 1))
+    return numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Moments:
     """How Adam and its kin remember gradients and their squares.

@@ -9,6 +9,8 @@ from torch import nn
 from stretto.cluster.world import Mesh
 from stretto.comm.channel import Channel
 from stretto.plan.profile import Profile
+from stretto.strategy.adpsgd.config import ADPSGDConfig
+from stretto.strategy.adpsgd.strategy import ADPSGD
 from stretto.strategy.allreduce import AllReduce, AllReduceConfig, bucket_cuts, tuned
 from stretto.strategy.base import Agreed, MakeOptimizer, Strategy
 from stretto.strategy.gossip.config import (
@@ -18,6 +20,7 @@ from stretto.strategy.gossip.config import (
     GossipConfig,
     SGPConfig,
 )
+from stretto.strategy.gossip.group import HOSTS, num_groups
 from stretto.strategy.gossip.segments import cut_segments
 from stretto.strategy.gossip.strategy import Gossip
 from stretto.strategy.local.config import (
@@ -36,7 +39,9 @@ from stretto.strategy.sharded.known import Known
 from stretto.strategy.sharded.strategy import Sharded
 from stretto.telemetry.timeline import Recorder
 
-AnyStrategyConfig = AllReduceConfig | ShardedConfig | AnyGossipConfig | AnyLocalConfig
+AnyStrategyConfig = (
+    AllReduceConfig | ShardedConfig | AnyGossipConfig | ADPSGDConfig | AnyLocalConfig
+)
 StrategyConfig = Annotated[AnyStrategyConfig, Field(discriminator="kind")]
 """The configs of all strategies, tagged by ``kind``."""
 
@@ -46,6 +51,7 @@ STRATEGIES: dict[str, type[AnyStrategyConfig]] = {
     "crossover": CrossoverConfig,
     "dpsgd": DPSGDConfig,
     "sgp": SGPConfig,
+    "adpsgd": ADPSGDConfig,
     "local_sgd": LocalSGDConfig,
     "post_local": PostLocalConfig,
     "slowmo": SlowMoConfig,
@@ -76,6 +82,8 @@ def build_strategy(
         return sharded
     if isinstance(config, GossipConfig):
         return Gossip(config, channel, recorder, own_means=weigh_samples, calls=calls)
+    if isinstance(config, ADPSGDConfig):
+        return ADPSGD(config, channel, recorder, own_means=weigh_samples)
     if isinstance(config, LocalConfig):
         return LocalUpdates(config, channel, recorder, own_means=weigh_samples)
     return AllReduce(config, channel, recorder, weigh_samples=weigh_samples)
@@ -93,13 +101,20 @@ def check_strategy(config: AnyStrategyConfig, model: nn.Module, calls: Sequence[
         cut_segments(model, config.segments)
     elif isinstance(config, LocalConfig):
         cut_fragments(model, config.streaming().fragments)
-    else:
+    elif isinstance(config, AllReduceConfig):
         config.description()
         bucket_cuts(config, model)
 
 
+def remarks(config: AnyStrategyConfig) -> list[str]:
+    """Return what people should know of ``config`` before the first step."""
+    return config.remarks() if isinstance(config, GossipConfig) else []
+
+
 def chosen_settings(config: AnyStrategyConfig, mesh: Mesh, model: nn.Module) -> dict[str, object]:
     """Return what ``config`` leaves open and a run on ``mesh`` chooses, by key."""
+    if isinstance(config, GossipConfig) and config.groups == HOSTS:
+        return {"groups": num_groups(config.groups, mesh)}
     if not isinstance(config, AllReduceConfig):
         return {}
     chosen = tuned(config, mesh, model)
@@ -114,7 +129,9 @@ def chosen_settings(config: AnyStrategyConfig, mesh: Mesh, model: nn.Module) -> 
 
 
 __all__ = [
+    "ADPSGD",
     "STRATEGIES",
+    "ADPSGDConfig",
     "Agreed",
     "AllReduce",
     "AllReduceConfig",
@@ -139,4 +156,5 @@ __all__ = [
     "build_strategy",
     "check_strategy",
     "chosen_settings",
+    "remarks",
 ]

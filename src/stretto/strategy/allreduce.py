@@ -137,6 +137,7 @@ class AllReduce:
     """Gradients reduced bucket by bucket while backward goes on."""
 
     own_models = False
+    alone = False
 
     def __init__(
         self,

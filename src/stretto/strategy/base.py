@@ -37,6 +37,8 @@ class Agreed:
     """How long forward and backward stood still for messages: communication, not compute."""
     done: bool = False
     """Whether updates are made as gradients arrive: there is nothing left to step."""
+    apart: float | None = None
+    """How far ranks' own models are from their mean, where that was measured and became known."""
     total_norm: Callable[[], Tensor] | None = None
     """Finds the norm where this rank has only some of the gradients; all ranks together."""
     _norm: Tensor | None = field(default=None, init=False, repr=False)
@@ -71,11 +73,15 @@ class Strategy(Protocol):
     at the rate the optimizer has when backward begins."""
 
     sound: Callable[[], bool]
-    """Whether the step may change parameters; asked, from whichever thread, by a strategy that
-    updates before `after_backward`."""
+    """Whether the step may change this rank's parameters; asked, from whichever thread, by a
+    strategy that updates before `after_backward`."""
 
     own_models: bool
     """Whether each rank has a model of its own, that differs from the others'."""
+
+    alone: bool
+    """Whether a step is its rank's own affair: no other rank's model changes by its gradients. What
+    is not finite then leaves one rank's step out, else that of all."""
 
     def attach(
         self, model: nn.Module, make_optimizer: MakeOptimizer
@@ -95,7 +101,10 @@ class Strategy(Protocol):
         ...
 
     def after_update(self) -> None:
-        """Turn local parameters into those the next forward should see; once a step."""
+        """Turn local parameters into those the next forward should see; once a step.
+
+        Where ranks have models of their own, also after a step that was left out on this one.
+        """
         ...
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,15 @@ from torch.optim import Optimizer
 
 from stretto.comm.channel import Channel
 from stretto.comm.small import add_up_
+from stretto.strategy.alike import had, made_alike
+
+
+class Coming(NamedTuple):
+    """What the optimizer's coming step is for, on all ranks alike."""
+
+    step: int
+    parameters: Sequence[nn.Parameter]
+    """Those whose gradients have come; some ranks may have none of some."""
 
 
 class Own:
@@ -19,11 +29,21 @@ class Own:
         self._aside: list[Tensor] | None = None
         self._versions: list[int] = []
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The model's, whoever they are of just now."""
+        return self._parameters
+
     def now(self) -> list[Tensor]:
         """Return copies of what this rank goes on with."""
         if self._aside is not None and self._untouched():
             return [tensor.clone() for tensor in self._aside]
         return [parameter.detach().clone() for parameter in self._parameters]
+
+    def named(self, names: Mapping[int, str]) -> dict[str, Tensor]:
+        """Return the same by name."""
+        mine = (names[id(parameter)] for parameter in self._parameters)
+        return dict(zip(mine, self.now(), strict=True))
 
     @torch.no_grad()
     def lay_aside(self, means: Sequence[Tensor]) -> None:
@@ -75,12 +95,108 @@ def optimizer_tensors(optimizer: Optimizer, names: Mapping[int, str]) -> dict[st
 def put_optimizer_tensors_(
     optimizer: Optimizer, names: Mapping[int, str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Make an optimizer remember these, which `optimizer_tensors` returned, and no others."""
+    """Make an optimizer remember these, which `optimizer_tensors` returned, and no others.
+
+    They come from a checkpoint, and lie with the host until they are remembered.
+    """
     for parameter, remembered in optimizer.state.items():
         for key in [key for key, value in remembered.items() if isinstance(value, Tensor)]:
             if f"{names[id(parameter)]}/{key}" not in tensors:
                 del remembered[key]
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    owners = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     for place, tensor in tensors.items():
         name, _, key = place.rpartition("/")
-        optimizer.state[parameters[name]][key] = tensor.clone()
+        parameter, group = owners[name]
+        # Step counts stay with the host, unless an optimizer counts on the device.
+        moves = key != "step" or group.get("capturable") or group.get("fused")
+        home = parameter.device if moves else tensor.device
+        optimizer.state[parameter][key] = tensor.to(home, copy=True)
+
+
+def own_means_(parameters: Sequence[nn.Parameter], factor: float) -> tuple[Tensor, ...]:
+    """Make gradients those of this rank's own mean, and return them.
+
+    A rank without samples has gradients of zero: its momentum goes on, as it does elsewhere.
+    """
+    if all(parameter.grad is None for parameter in parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if factor != 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
+    return tuple(gradients)
+
+
+class OwnModels:
+    """What strategies have in common whose ranks have models of their own."""
+
+    own_models = True
+    alone = True
+    _channel: Channel
+    _optimizer: Optimizer
+    _own: Own
+    _names: dict[int, str]
+    """Of parameters, by their identity."""
+    _step: int
+    _waited_s: float
+    _stepping: Sequence[nn.Parameter] | None = None
+    """Parameters that are updated now, before others have their gradients; None: all of them."""
+
+    def coming(self) -> Coming:
+        """Return what the optimizer steps next."""
+        stepping = self._own.parameters if self._stepping is None else self._stepping
+        return Coming(self._step, stepping)
+
+    def waited(self, seconds: float) -> None:
+        """Count time for which an update stood still for messages."""
+        self._waited_s += seconds
+
+    def apart(self) -> float | None:
+        """Return how far ranks' own models are from their mean; all ranks together, settled."""
+        return self._own.apart(self._channel)
+
+    def unsettle(self) -> None:
+        """Go on with this rank's own model."""
+        self._own.take_back()
+
+    def whole_optimizer(self) -> Optimizer:
+        """Return this rank's optimizer; rank 0's is what others begin with."""
+        return self._optimizer
+
+    def take_optimizer(self, whole: Optimizer) -> None:
+        """Do nothing: it is the optimizer."""
+
+    def undoable(self) -> dict[str, Tensor]:
+        """Return nothing: of a step that is left out nothing has left."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: rounds follow from the step."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Accept the empty state."""
+
+    def _kept(self) -> dict[str, Tensor]:
+        """Return copies of this rank's model and what its optimizer remembers; all together."""
+        remembered = made_alike(optimizer_tensors(self._optimizer, self._names), self._channel)
+        own = self._own.named(self._names)
+        return laid_out({"parameters": own, "optimizer": remembered})
+
+    def _take_kept(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `_kept` returned, which is somewhere in ``state``."""
+        own = under(state, "parameters")
+        self._own.take_back()
+        self._own.put_([own[name] for name in self._own.named(self._names)])
+        put_optimizer_tensors_(self._optimizer, self._names, had(under(state, "optimizer")))
+
+
+def laid_out(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tensors of all parts by names that begin with the part's."""
+    return {f"{part}/{name}": t for part, kept in parts.items() for name, t in kept.items()}
+
+
+def under(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    """Return the tensors of one part, as `laid_out` was given them."""
+    before = f"{part}/"
+    return {n.removeprefix(before): t for n, t in state.items() if n.startswith(before)}

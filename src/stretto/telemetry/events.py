@@ -42,6 +42,9 @@ class StepDone:
     data_share: float
     """Waiting for the next batch."""
     time_left_s: float
+    apart: float | None = None
+    """How far ranks' own models were from their mean when that was last measured, on a sample of
+    their parameters: the root of the mean square, as a share of its norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,9 +57,9 @@ def progress(step: int, steps: int) -> str:
 
 
 def speed(event: StepDone) -> str:
-    """Return loss, rate, time per step and time left."""
+    """Return loss, how far apart models are, rate, time per step and time left."""
     return (
-        f"loss {event.loss:.4f} | {event.samples_per_s:,.0f} samples/s | "
+        f"loss {event.loss:.4f}{_apart(event.apart)} | {event.samples_per_s:,.0f} samples/s | "
         f"{duration(event.step_s)} a step | {duration(event.time_left_s)} left"
     )
 
@@ -80,7 +80,7 @@ def evaluation(event: EvalDone) -> str:
     if event.own_loss is None:
         return told
     own = f"ranks' own models: loss {event.own_loss:.4f}{_accuracy(event.own_accuracy)}"
-    return f"{told}; {own}" + (f", {event.apart:.2%} apart" if event.apart is not None else "")
+    return f"{told}; {own}{_apart(event.apart)}"
 
 
 def reading(event: DataRead) -> str:
@@ -148,6 +148,10 @@ def counted(number: int, noun: str) -> str:
 
 def _accuracy(accuracy: float | None) -> str:
     return "" if accuracy is None else f", accuracy {accuracy:.1%}"
+
+
+def _apart(apart: float | None) -> str:
+    return "" if apart is None else f", {apart:.2%} apart"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

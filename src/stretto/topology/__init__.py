@@ -7,13 +7,16 @@ from stretto.topology.exponential import one_peer_exponential, static_exponentia
 from stretto.topology.grouped import grouped
 from stretto.topology.hypercube import hyper_hypercube, hypercube
 from stretto.topology.mixing import Edge, Mixing, Peers, Topology
+from stretto.topology.random_events import Act, Event, passive_peer, random_events
 from stretto.topology.random_peers import derangement, matching
 from stretto.topology.table import TOPOLOGIES, Entry, Settings, named
 
 __all__ = [
     "TOPOLOGIES",
+    "Act",
     "Edge",
     "Entry",
+    "Event",
     "Mixing",
     "Peers",
     "Settings",
@@ -28,6 +31,8 @@ __all__ = [
     "matching",
     "named",
     "one_peer_exponential",
+    "passive_peer",
+    "random_events",
     "ring",
     "simple_base_graph",
     "static_exponential",

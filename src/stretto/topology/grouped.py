@@ -53,9 +53,14 @@ def _spread(edges: tuple[Edge, ...], width: int) -> list[Edge]:
     ]
 
 
+def possible_groups(size: int) -> str:
+    """Return, in words, how many groups of equal size so many ranks can be."""
+    possible = [str(n) for n in range(1, size + 1) if size % n == 0]
+    last = f" or {possible.pop()}" if len(possible) > 1 else ""
+    return f"{', '.join(possible)}{last}"
+
+
 def _refuses(between: Topology, groups: int, size: int) -> str | None:
     if size % groups:
-        possible = [str(n) for n in range(1, size + 1) if size % n == 0]
-        last = f" or {possible.pop()}" if len(possible) > 1 else ""
-        return f"{size} ranks can be {', '.join(possible)}{last} groups of equal size, not {groups}"
+        return f"{size} ranks can be {possible_groups(size)} groups of equal size, not {groups}"
     return between.refuses(groups)

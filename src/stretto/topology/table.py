@@ -22,7 +22,7 @@ class Settings:
 
     seed: int = 0
     """Of the draws; one that draws nothing does without."""
-    k: int = 1
+    peers: int = 1
     """The most peers of a rank in one round, in graphs that leave the choice."""
     eta: float = 0.5
     """How far EquiDyn moves towards a peer."""
@@ -43,9 +43,9 @@ TOPOLOGIES: Mapping[str, Entry] = {
     "static-exponential": Entry(lambda _: static_exponential()),
     "one-peer-exponential": Entry(lambda _: one_peer_exponential()),
     "hypercube": Entry(lambda _: hypercube()),
-    "hyper-hypercube": Entry(lambda s: hyper_hypercube(s.k), ("k",)),
-    "simple-base": Entry(lambda s: simple_base_graph(s.k), ("k",)),
-    "base": Entry(lambda s: base_graph(s.k), ("k",)),
+    "hyper-hypercube": Entry(lambda s: hyper_hypercube(s.peers), ("peers",)),
+    "simple-base": Entry(lambda s: simple_base_graph(s.peers), ("peers",)),
+    "base": Entry(lambda s: base_graph(s.peers), ("peers",)),
     "derangement": Entry(lambda s: derangement(s.seed), ("seed",)),
     "matching": Entry(lambda s: matching(s.seed), ("seed",)),
     "equidyn": Entry(lambda s: equidyn(s.seed, s.eta), ("seed", "eta")),
@@ -69,6 +69,6 @@ def named(name: str, settings: Settings = DEFAULTS) -> Topology:
         ignored = field.name not in ("seed", "groups", *entry.reads)
         if ignored and getattr(settings, field.name) != getattr(DEFAULTS, field.name):
             takers = [other for other, row in TOPOLOGIES.items() if field.name in row.reads]
-            raise ConfigError(f"{name} has no {field.name}; these have: {', '.join(takers)}")
+            raise ConfigError(f"{name} leaves no choice of {field.name}; {', '.join(takers)} do")
     topology = entry.make(settings)
     return topology if settings.groups is None else grouped(topology, settings.groups)

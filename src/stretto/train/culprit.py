@@ -1,6 +1,7 @@
 """Where a number that is none first appears: the layer, found by running forward once more.
 
-Only the rank whose loss was not finite can tell, and all ranks are told the same words.
+Only the rank whose loss was not finite can tell; where there is one model, all ranks are told the
+same words.
 """
 
 import json
@@ -41,9 +42,26 @@ def find_in_gradients(parts: Parts) -> str:
 
     Every rank looks at what it has of them; all ranks call this together.
     """
+    return _first_of(parts, {name for names in _told(_bad(parts), parts) for name in names})
+
+
+def name_own_culprit(parts: Parts, step: int, batch: LoadedShare, *, mine: bool) -> str:
+    """Return what this rank has met where, as `name_culprit` does, and ask nobody.
+
+    For ranks with models of their own, each of which leaves out its own steps.
+    """
+    if mine:
+        return find_in_forward(parts, step, batch)
+    return _first_of(parts, set(_bad(parts)))
+
+
+def _bad(parts: Parts) -> list[str]:
+    """Return the parameters of which this rank has a gradient that is not finite."""
     named = parts.strategy.named_gradients()
-    bad = {name for name, gradient in named if not _is_finite(gradient)}
-    bad |= {name for names in _told(sorted(bad), parts) for name in names}
+    return sorted({name for name, gradient in named if not _is_finite(gradient)})
+
+
+def _first_of(parts: Parts, bad: set[str]) -> str:
     for name, _ in order_of_backward(parts.model):
         if name in bad:
             return f"losses are finite, the gradient of {name} is not"

@@ -2,15 +2,18 @@
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from stretto.comm.small import add_up_
+from stretto.data.source import Source
 from stretto.model.loss import correct, per_sample_loss
 from stretto.telemetry.events import EvalDone
 from stretto.train.parts import Parts
+from stretto.train.precision import Precision
 from stretto.train.settled import settled
 from stretto.train.statistics import reestimate
-from stretto.train.step import forward
+from stretto.train.step import forward_in
 
 _BATCH = 256
 """Samples at once; without gradients memory is small, and the result does not depend on it."""
@@ -48,15 +51,23 @@ def evaluate(parts: Parts, done: int) -> EvalDone:
 def _tested(parts: Parts) -> Tensor:
     """Return the sums of losses, right answers and samples of this rank's share."""
     mine = np.arange(parts.channel.rank, parts.test_source.num_samples, parts.channel.size)
+    return tested(parts.model, parts.test_source, mine, parts.config.precision)
+
+
+def tested(
+    model: nn.Module, source: Source, samples: NDArray[np.int64], precision: Precision
+) -> Tensor:
+    """Return the sums of losses, right answers and samples of those that could be read."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sums = torch.zeros(3, dtype=torch.float64)
-    parts.model.eval()
-    for start in range(0, len(mine), _BATCH):
-        inputs, targets = parts.test_source.batch(mine[start : start + _BATCH])
+    model.eval()
+    for start in range(0, len(samples), _BATCH):
+        inputs, targets = (t.to(device) for t in source.batch(samples[start : start + _BATCH]))
         if not len(inputs):
             continue
-        outputs = forward(parts, inputs)
-        sums[0] += per_sample_loss(outputs, targets).double().sum()
-        sums[1] += correct(outputs, targets).double().sum()
+        outputs = forward_in(precision, model, inputs)
+        sums[0] += per_sample_loss(outputs, targets).double().sum().cpu()
+        sums[1] += correct(outputs, targets).double().sum().cpu()
         sums[2] += len(inputs)  # not all that were asked for: a file may be bad
-    parts.model.train()
+    model.train()
     return sums

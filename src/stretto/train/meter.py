@@ -2,23 +2,40 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stretto.comm.small import add_up_
+from stretto.comm.channel import Pending
 from stretto.data.loader import LoadedShare
 from stretto.strategy import Agreed
 from stretto.telemetry.events import EvalDone, RunEnded, Scaling, StepDone
 from stretto.telemetry.timeline import Span
-from stretto.train.agreement import Settled
 from stretto.train.parts import Parts
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line whose sums are under way."""
+
+    step: int
+    steps: int
+    """How many it is about."""
+    lr: float
+    time_left_s: float
+    apart: float | None
+    """How far ranks are from their mean, as last measured; the same on all."""
+    sums: Tensor
+    """Over ranks: losses, samples, seconds of steps, of communication, of waiting for data."""
+    pending: Pending
+
+
 class Meter:
-    """Adds up times and losses locally; ranks meet only when a line is due."""
+    """Adds up times and losses locally; ranks tell each other only when a line is due."""
 
     def __init__(self, parts: Parts, first_step: int) -> None:
         self._parts = parts
@@ -29,7 +46,9 @@ class Meter:
         self._computed_s = 0.0
         self._done = first_step
         self._last_loss = float("nan")
+        self._lines: deque[_Line] = deque()
         self._loss: Tensor | None = None
+        self._apart: float | None = None
         self._clear()
 
     @contextmanager
@@ -51,45 +70,58 @@ class Meter:
         yield
         self._comm_s += time.monotonic() - start_s
 
-    def add(self, loss: Tensor, settled: Settled, agreed: Agreed | None) -> None:
-        """Add this rank's sum of losses and all ranks' samples; the device is not read yet.
+    def add(self, loss: Tensor, num_samples: int, wait_s: float, agreed: Agreed | None) -> None:
+        """Add this rank's sum of losses over its samples; the device is not read yet.
 
         Updates made while gradients were waited for are compute, what forward and backward waited
         for is not. Of a step that was left out only the time counts.
         """
-        self._comm_s += settled.wait_s
+        self._comm_s += wait_s
         if agreed is not None:
             self._comm_s += agreed.waited_s - agreed.updated_s
             self._loss = loss if self._loss is None else self._loss + loss
-            self._samples += settled.num_samples
+            self._samples += num_samples
+            self._apart = self._apart if agreed.apart is None else agreed.apart
 
-    def summary(self, lr: float) -> StepDone:
-        """Return the means since the last line, over all ranks (one small all-reduce)."""
+    def begin_line(self, lr: float) -> None:
+        """Begin to add up the means since the last line, over all ranks."""
         parts = self._parts
-        mine = [float(self._loss or 0.0), self._step_s, self._comm_s, self._data_s]
-        sums = torch.tensor(mine, dtype=torch.float64)
-        add_up_(sums, parts.channel)
-        loss_sum, *times = sums.tolist()
-        step_s, comm_s, data_s = (total / parts.channel.size for total in times)
-        self._trained_s += step_s
-        self._trained_samples += self._samples
-        self._computed_s += max(0.0, step_s - comm_s - data_s)
+        loss = float(self._loss or 0.0)
+        times = [self._step_s, self._comm_s, self._data_s]
+        sums = torch.tensor([loss, self._samples, *times], dtype=torch.float64)
         ran, left = self._done - self._first_step, parts.total_steps - self._done
-        done = StepDone(
-            step=self._done,
-            epoch=(self._done - 1) // parts.epoch_steps,
-            loss=loss_sum / self._samples if self._samples else math.nan,
-            lr=lr,
-            samples_per_s=self._samples / step_s,
-            step_s=step_s / self._steps,
+        time_left_s = (time.monotonic() - self._paced_s) / ran * left
+        pending = parts.channel.start_all_reduce(sums)
+        line = _Line(self._done, self._steps, lr, time_left_s, self._apart, sums, pending)
+        self._lines.append(line)
+        self._clear()
+
+    def lines(self, lag: int) -> Iterator[StepDone]:
+        """Yield the lines that began at least ``lag`` steps ago, as all ranks have them."""
+        while self._lines and self._lines[0].step <= self._done - lag:
+            yield self._added_up(self._lines.popleft())
+
+    def _added_up(self, line: _Line) -> StepDone:
+        line.pending.wait()
+        loss_sum, samples, *times = line.sums.tolist()
+        step_s, comm_s, data_s = (total / self._parts.channel.size for total in times)
+        self._trained_s += step_s
+        self._trained_samples += int(samples)
+        self._computed_s += max(0.0, step_s - comm_s - data_s)
+        self._last_loss = loss_sum / samples if samples else math.nan
+        return StepDone(
+            step=line.step,
+            epoch=(line.step - 1) // self._parts.epoch_steps,
+            loss=self._last_loss,
+            lr=line.lr,
+            samples_per_s=samples / step_s,
+            step_s=step_s / line.steps,
             compute_share=max(0.0, 1 - (comm_s + data_s) / step_s),
             comm_share=comm_s / step_s,
             data_share=data_s / step_s,
-            time_left_s=(time.monotonic() - self._paced_s) / ran * left,
+            time_left_s=line.time_left_s,
+            apart=line.apart,
         )
-        self._last_loss = done.loss
-        self._clear()
-        return done
 
     def ended(self, result: EvalDone | None, stopped: str, again: bool) -> RunEnded:
         """Return the closing word; throughput is that of the training steps alone."""
@@ -106,6 +138,9 @@ class Meter:
 
     def go_back(self, step: int) -> None:
         """Count on from an earlier step; what was not told of the steps since is dropped."""
+        for line in self._lines:
+            line.pending.wait()
+        self._lines.clear()
         self._done = self._first_step = step
         self._paced_s = time.monotonic()
         self._clear()
@@ -119,6 +154,6 @@ class Meter:
         return Scaling(one_worker, workers, self._computed_s / self._trained_s)
 
     def _clear(self) -> None:
-        self._loss = None
+        self._loss = self._apart = None
         self._step_s = self._comm_s = self._data_s = 0.0
         self._steps = self._samples = 0

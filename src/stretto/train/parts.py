@@ -64,6 +64,11 @@ class Parts:
         """Steps of the whole run."""
         return count_steps(self.config, self.source.num_samples)
 
+    def samples_of(self, step: int) -> int:
+        """Return the samples of a step over all ranks, could all of them be read."""
+        left = self.source.num_samples - step % self.pass_steps * self.config.batch
+        return min(self.config.batch, left)
+
     def is_due(self, every: int | None, step: int) -> bool:
         """Say whether something done every so often (None: once an epoch) is due after ``step``."""
         return self._in_rhythm(every, step + 1) or step + 1 == self.total_steps

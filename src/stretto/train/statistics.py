@@ -12,7 +12,7 @@ same batches, whatever the number of ranks.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,7 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from stretto.comm.small import add_up_
 from stretto.data.loader import Prefetch
-from stretto.data.order import Share, sample_at
+from stretto.data.order import Share, sample_at, steps_per_epoch
+from stretto.data.source import Source
+from stretto.train.config import TrainConfig
 from stretto.train.parts import Parts
 from stretto.train.step import forward, seed_randomness
 
@@ -35,39 +37,78 @@ def reestimate(parts: Parts, done: int) -> None:
     All ranks call this together, inside `settled`, and leave with equal buffers; those of other
     layers are what they were. A model without batch norms is not run at all.
     """
-    norms = (layer for layer in parts.model.modules() if isinstance(layer, _BatchNorm))
+    look = Look(parts.config, parts.source, parts.seed, done, parts.channel.size)
+    learn_statistics(
+        parts.model,
+        look,
+        [parts.channel.rank],
+        lambda inputs: forward(parts, inputs),
+        lambda sums: add_up_(sums, parts.channel),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Which training samples ranks look at, and what is drawn meanwhile."""
+
+    config: TrainConfig
+    source: Source
+    seed: int
+    done: int
+    """Steps of training before it."""
+    size: int
+
+    def shares(self, rank: int) -> Iterator[Share]:
+        """Yield a rank's micro-batches, from an order that belongs to ``done`` steps.
+
+        They are numbered over all ranks, and a number says which samples: another number of ranks
+        looks at the same ones, in the same batches, if it looks at as many.
+        """
+        num_samples = self.source.num_samples
+        share = -(-self.config.batch // self.size)
+        length = -(-share // self.config.pieces(self.size))
+        pass_steps = steps_per_epoch(num_samples, self.config.batch)
+        for index in range(self.config.statistics_batches):
+            start = self.number(index, rank) * length
+            positions = np.arange(start, start + length, dtype=np.int64) % num_samples
+            # Passes of training count from 0: an order with a number below that is nobody else's.
+            samples = sample_at(
+                positions, num_samples=num_samples, seed=self.seed, epoch=-self.done - 1
+            )
+            yield Share(samples, epoch=max(self.done - 1, 0) // pass_steps)
+
+    def number(self, index: int, rank: int) -> int:
+        """Return the number of a rank's micro-batch among those of all."""
+        return index * self.size + rank
+
+
+def learn_statistics(
+    model: nn.Module,
+    look: Look,
+    ranks: Iterable[int],
+    forward_of: Callable[[Tensor], Tensor],
+    add_up: Callable[[Tensor], None] = lambda _sums: None,
+) -> None:
+    """Give batch norms the statistics of what ``ranks`` look at here, and others elsewhere.
+
+    ``add_up`` makes sums of this process those of all.
+    """
+    norms = (layer for layer in model.modules() if isinstance(layer, _BatchNorm))
     layers = [_Sums(layer) for layer in norms if layer.running_mean is not None]
     if not layers:
         return
-    with _undisturbed(parts.model), _listening(layers):
-        parts.model.train()
-        with Prefetch(parts.source, _shares(parts, done)) as batches:
-            for index, batch in enumerate(batches):
-                if len(batch.inputs):
-                    number = index * parts.channel.size + parts.channel.rank
-                    seed_randomness(parts.seed, done, number, 0)
-                    forward(parts, batch.inputs)
+    with _undisturbed(model), _listening(layers):
+        model.train()
+        for rank in ranks:
+            with Prefetch(look.source, look.shares(rank)) as batches:
+                for index, batch in enumerate(batches):
+                    if len(batch.inputs):
+                        seed_randomness(look.seed, look.done, look.number(index, rank), 0)
+                        forward_of(batch.inputs)
     sums = torch.cat([each.flat().cpu() for each in layers])
-    add_up_(sums, parts.channel)
+    add_up(sums)
     for each, total in zip(layers, sums.split([each.length for each in layers]), strict=True):
         each.settle(total)
-
-
-def _shares(parts: Parts, done: int) -> Iterator[Share]:
-    """Yield this rank's micro-batches, from an order that belongs to ``done`` steps.
-
-    They are numbered over all ranks, and a number says which samples: another number of ranks looks
-    at the same ones, in the same batches, if it looks at as many.
-    """
-    num_samples, size = parts.source.num_samples, parts.channel.size
-    share = -(-parts.config.batch // size)
-    length = -(-share // parts.config.pieces(size))
-    for index in range(parts.config.statistics_batches):
-        start = (index * size + parts.channel.rank) * length
-        positions = np.arange(start, start + length, dtype=np.int64) % num_samples
-        # Passes of training count from 0: an order with a number below that is nobody else's.
-        samples = sample_at(positions, num_samples=num_samples, seed=parts.seed, epoch=-done - 1)
-        yield Share(samples, epoch=max(done - 1, 0) // parts.pass_steps)
 
 
 @dataclass(slots=True, eq=False)

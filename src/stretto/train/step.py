@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.data.loader import LoadedShare
 from stretto.data.order import Share, step_share
@@ -13,9 +13,9 @@ from stretto.errors import StrettoError
 from stretto.model.loss import per_sample_loss
 from stretto.strategy import Agreed
 from stretto.telemetry.wording import counted
-from stretto.train.agreement import Agreement
+from stretto.train.loose import AnyAgreement
 from stretto.train.parts import Parts
-from stretto.train.precision import HALF
+from stretto.train.precision import HALF, Precision
 
 _TOO_FEW = "Expected more than 1 value per channel when training"
 """How torch's batch norm begins to say that it was given a single one."""
@@ -37,13 +37,13 @@ def shares(parts: Parts, first_step: int) -> Iterator[Share]:
 
 
 def accumulate(
-    parts: Parts, step: int, batch: LoadedShare, lr: float, agreement: Agreement
+    parts: Parts, step: int, batch: LoadedShare, lr: float, agreement: AnyAgreement
 ) -> Tensor:
     """Forward and backward over this rank's share; return the sum of its losses.
 
-    The loss is divided here, once, by the number of samples that all ranks together could read:
-    summed over micro-batches and ranks, the gradients are those of the mean over the global
-    batch. A rank without samples adds nothing.
+    The loss is divided here, once, by the number of samples that all ranks together have: summed
+    over micro-batches and ranks, the gradients are those of the mean over the global batch. A rank
+    without samples adds nothing.
     """
     agreement.begin(step, len(batch.inputs))
     for group in parts.optimizer.param_groups:
@@ -85,15 +85,20 @@ def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) 
 
 def forward(parts: Parts, inputs: Tensor) -> Tensor:
     """Return the model's outputs, computed in the run's precision."""
-    half = HALF.get(parts.config.precision)
+    return forward_in(parts.config.precision, parts.model, inputs)
+
+
+def forward_in(precision: Precision, model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's outputs, computed in ``precision``."""
+    half = HALF.get(precision)
     with torch.autocast(inputs.device.type, half, enabled=half is not None):
-        outputs: Tensor = parts.model(inputs)
+        outputs: Tensor = model(inputs)
     return outputs
 
 
 def _too_few_for_batch_norm(parts: Parts, step: int, num_samples: int) -> StrettoError:
     config, rank, size = parts.config, parts.channel.rank, parts.channel.size
-    left = parts.source.num_samples - step % parts.pass_steps * config.batch
+    left = parts.samples_of(step)
     if left < config.batch:
         why = f"The last step of a pass has {left} of {config.batch} samples"
         advice = "drop them from the data, or change train.batch or the number of workers"

@@ -163,6 +163,12 @@ def test_a_demo_replaces_its_own_runs_and_nothing_else(here, monkeypatch):
     assert started
 
 
+def test_a_demo_of_a_strategy_that_is_not_there_says_which_are(here, capsys):
+    assert main(["demo", ".", "--strategies", "gossip"]) == 2
+    assert "no strategy 'gossip'" in capsys.readouterr().err
+    assert not (here / "demo.toml").exists()
+
+
 def test_a_finished_run_is_not_overwritten(here, capsys):
     (here / "run.toml").write_text("[data]\nsamples=8\ntest_samples=1\n[train]\nbatch=8\nsteps=1")
     assert main(["train", "run.toml"]) == 0

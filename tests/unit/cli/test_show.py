@@ -107,3 +107,26 @@ def test_showing_imports_no_torch():
 def test_called_without_numbers_it_shows_four_ranks(capsys):
     assert show("ring") == 0
     assert "for 4 ranks" in capsys.readouterr().out
+
+
+def test_a_topology_is_told_round_by_round_and_what_it_is_worth(capsys):
+    assert main(["show", "hypercube", "--collective", "gossip", "--ranks", "4"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == ["round 0: 0-1 2-3", "round 1: 0-2 1-3"]
+    assert "exactly equal after 2 rounds" in told[2]
+    assert main(["show", "ring", "--collective", "gossip", "--ranks", "3", "--json"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [0, 1, pytest.approx(1 / 3)] in found["messages"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hypercube", "--ranks", "6"], "power of two: 4 or 8"),
+        (["hypercubes"], "did you mean hypercube"),
+        (["ring", "--parts", "2"], "--parts are for schedules"),
+    ],
+)
+def test_a_topology_that_cannot_be_shown_is_refused_in_words(words, said, capsys):
+    assert main(["show", *words, "--collective", "gossip"]) == 2
+    assert said in capsys.readouterr().err

@@ -1,12 +1,15 @@
 """Ranks as threads and the wrappers around a channel; processes are in tests/multi."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from stretto.comm.channel import Parcel
 from stretto.comm.emulated import EmulatedLink
+from stretto.comm.gloo import open_channel
 from stretto.comm.local import run_local
 from stretto.comm.spread import average_, spread_from_rank_0_, spread_text
 from stretto.errors import ChannelError
@@ -62,6 +65,53 @@ def test_silence_ends_in_an_error_that_names_the_peer():
         run_local(2, work, timeout_s=0.2)
 
 
+def test_who_listens_is_patient_with_a_peer_that_has_nothing_to_say():
+    def work(channel):
+        room = torch.zeros(1)
+        if channel.rank:
+            channel.hear(Parcel(0, room, lane=1))
+        else:
+            time.sleep(0.3)
+            channel.exchange([Parcel(1, torch.ones(1), lane=1)], [])
+        return room.item()
+
+    assert run_local(2, work, timeout_s=0.1)[1] == 1
+
+
+def test_a_rank_that_fails_ends_the_wait_of_those_who_listen():
+    heard = []
+
+    def work(channel):
+        if channel.rank == 0:
+            raise ValueError("odd")
+        try:
+            channel.hear(Parcel(0, torch.zeros(1)))
+        except ChannelError as failure:
+            heard.append(str(failure))
+
+    with pytest.raises(ValueError, match="odd"):
+        run_local(2, work)
+    assert heard == ["rank 1 waits for rank 0: rank 0 failed: odd"]
+
+
+def test_sums_are_begun_without_waiting_and_belong_together_by_their_order():
+    def work(channel):
+        tensors = [torch.tensor([float(channel.rank + place)]) for place in range(3)]
+        begun = [channel.start_all_reduce(tensor) for tensor in tensors]
+        if channel.rank == 0:
+            channel.exchange([], [Parcel(1, torch.zeros(1))])  # the other has begun all of them
+        else:
+            channel.exchange([Parcel(0, torch.zeros(1))], [])
+        for one in reversed(begun):
+            one.wait()
+        tensors[0] += 1
+        begun[0].wait()
+        assert all(one.finished_s is not None for one in begun)
+        return [tensor.item() for tensor in tensors]
+
+    assert run_local(2, work) == [[2, 3, 5]] * 2
+
+
 def test_a_message_of_another_size_is_refused():
     def work(channel):
         if channel.rank == 0:
@@ -105,3 +155,16 @@ def test_averaging_is_the_mean_over_ranks():
         return [t.tolist() for t in mine]
 
     assert run_local(3, work) == [[[1.0, 1.0], 10.0]] * 3
+
+
+def test_a_closed_channel_leaves_no_thread_that_could_want_the_interpreter():
+    def threads_that_sum():
+        names = ((task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+        return sum(name.startswith("pt_gloo") for name in names)
+
+    before = threads_that_sum()
+    channel = open_channel(HashStore(), rank=0, members=[0])
+    channel.start_all_reduce(torch.ones(3)).wait()
+    assert threads_that_sum() > before
+    channel.close()
+    assert threads_that_sum() == before

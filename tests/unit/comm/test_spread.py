@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.comm import spread
 from stretto.comm.local import run_local
-from stretto.comm.spread import as_bytes, gather_to_rank_0
+from stretto.comm.spread import as_bytes, by_device, gather_to_rank_0
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),
@@ -43,3 +44,24 @@ def test_a_tensor_that_is_not_contiguous_arrives_in_its_shape():
     mine = torch.arange(6).view(2, 3).T
     (got,) = run_local(2, lambda c: gather_to_rank_0([mine], c))[0][1]
     assert torch.equal(got, mine)
+
+
+def test_tensors_of_different_devices_travel_apart_and_keep_their_places():
+    here, elsewhere = torch.zeros(2), torch.zeros(3, device="meta")
+    assert by_device([here, elsewhere, here, elsewhere]) == [[0, 2], [1, 3]]
+    assert by_device([elsewhere]) == [[0]]
+    assert by_device([]) == []
+
+
+def test_groups_by_device_are_put_together_again_in_the_order_that_they_had(monkeypatch):
+    # One device played as two: every other tensor is told to lie elsewhere.
+    def in_turn(tensors):
+        return [list(range(first, len(tensors), 2)) for first in range(2)]
+
+    monkeypatch.setattr(spread, "by_device", in_turn)
+    kinds = [(torch.float32, [2]), (torch.int64, []), (torch.bfloat16, [3]), (torch.int8, [1, 2])]
+    found = run_local(3, lambda c: gather_to_rank_0(of_rank(c.rank, kinds), c))[0]
+    for rank, got in enumerate(found):
+        wanted = of_rank(rank, kinds)
+        assert [(t.dtype, t.shape) for t in got] == [(t.dtype, t.shape) for t in wanted]
+        assert torch.equal(as_bytes(got), as_bytes(wanted))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -85,6 +86,10 @@ def test_a_step_brings_loss_rate_speed_and_shares():
         "share/communication": 0.2,
         "share/data": 0.1,
     }
+
+
+def test_a_step_brings_how_far_apart_models_are_where_that_was_measured():
+    assert scalars(replace(step(3), apart=0.25)).values["train/apart"] == 0.25
 
 
 def test_an_accuracy_that_does_not_exist_is_left_out():

@@ -47,6 +47,11 @@ def test_a_step_is_told_with_all_that_matters():
     )
 
 
+def test_a_step_tells_how_far_apart_models_are_where_that_was_measured():
+    told = line(StepDone(40, 1, 0.5, 0.1, 100.0, 0.025, 0.8, 0.15, 0.05, 90.0, apart=0.0123))
+    assert told.startswith("step 40 | loss 0.5000, 1.23% apart | 100 samples/s")
+
+
 def test_a_time_left_that_nobody_knows_is_called_unknown():
     told = line(StepDone(1, 0, math.nan, 0.1, 1.0, 0.1, math.nan, 0.0, 0.0, math.inf))
     assert "unknown left" in told

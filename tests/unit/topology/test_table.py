@@ -27,7 +27,7 @@ def test_a_name_like_none_is_refused_with_all_there_are():
 
 
 def test_settings_reach_the_topology():
-    assert named("base", Settings(k=3)).period(16) == 2
+    assert named("base", Settings(peers=3)).period(16) == 2
     assert named("equidyn", Settings(eta=0.2))(0, 2).receives[0].weight == pytest.approx(0.1)
     assert named("ring", Settings(groups=2)).name == "ring between 2 groups"
     circles = {tuple(circle_of(named("derangement", Settings(seed=s)))) for s in range(5)}
@@ -39,9 +39,9 @@ def circle_of(topology):
 
 
 def test_a_setting_that_would_do_nothing_is_refused():
-    message = "^ring has no k; these have: hyper-hypercube, simple-base, base$"
+    message = "^ring leaves no choice of peers; hyper-hypercube, simple-base, base do$"
     with pytest.raises(ConfigError, match=message):
-        named("ring", Settings(k=2))
+        named("ring", Settings(peers=2))
 
 
 def test_every_run_has_a_seed_so_it_may_be_given_to_all():

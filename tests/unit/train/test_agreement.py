@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from stretto.comm.local import run_local
 from stretto.comm.small import gather_text
-from stretto.train.agreement import STOP_WORDS, Agreement
+from stretto.train.agreement import STOP_WORDS, Agreement, Control
 
 
 def agree(rows, words):
     def work(channel):
-        agreement = Agreement(channel, lambda: words[channel.rank])
+        agreement = Agreement(Control(channel, lambda: words[channel.rank]))
         agreement.begin(0, rows[channel.rank])
         return agreement.settled()
 
@@ -42,7 +42,7 @@ def test_nobody_stops_when_nobody_asked():
 
 def test_an_answer_may_be_asked_for_again():
     def work(channel):
-        agreement = Agreement(channel)
+        agreement = Agreement(Control(channel))
         agreement.begin(0, 7)
         return agreement.settled() == agreement.settled()
 

@@ -57,6 +57,16 @@ def test_a_run_reports_steps_evaluations_checkpoints_and_its_end(tmp_path):
             assert math.isclose(shares, 1.0, abs_tol=1e-6)
 
 
+def test_a_line_tells_the_last_measurement_since_the_one_before(tmp_path):
+    events = []
+    gossip = ["strategy.kind=crossover", "strategy.delay=1", "strategy.consensus_every=3"]
+    run_local(2, lambda c: on_rank(c, tmp_path, "train.epochs=2", *gossip, events=events))
+    apart = {e.step: e.apart for e in events if isinstance(e, StepDone)}
+    # Seen in steps 3, 6 and 9, known one later.
+    assert [step for step in apart if apart[step] is not None] == [4, 8, 10]
+    assert all(0 < apart[step] < 1 for step in (4, 8, 10))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_evaluation_does_not_depend_on_how_many_share_it(size, tmp_path):
     def evaluated(channel):

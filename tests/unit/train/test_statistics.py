@@ -16,7 +16,12 @@ from stretto.run import Prepared, RunConfig, assemble
 from stretto.train.evaluate import evaluate
 from stretto.train.loop import train
 from stretto.train.settled import settled
-from stretto.train.statistics import _shares, reestimate
+from stretto.train.statistics import Look, reestimate
+
+
+def shares(parts, done):
+    look = Look(parts.config, parts.source, parts.seed, done, parts.channel.size)
+    return look.shares(parts.channel.rank)
 
 
 class Habit(nn.Module):
@@ -96,7 +101,7 @@ def test_ranks_together_find_what_one_rank_finds_in_the_same_batches(size):
 
 def test_the_first_layer_has_mean_and_variance_of_all_samples_as_if_they_were_one_batch():
     def work(parts):
-        samples = np.concatenate([share.samples for share in _shares(parts, 3)])
+        samples = np.concatenate([share.samples for share in shares(parts, 3)])
         return estimated(parts), samples, parts
 
     results = on_ranks(3, work, REESTIMATED, "train.statistics_batches=4")
@@ -149,7 +154,7 @@ def test_settings_hooks_buffers_and_random_numbers_are_as_before():
 def test_another_step_looks_at_other_samples_and_shows_them_as_training_would():
     def work(parts):
         return [
-            [(share.samples.tolist(), share.epoch) for share in _shares(parts, done)]
+            [(share.samples.tolist(), share.epoch) for share in shares(parts, done)]
             for done in steps
         ]
 
@@ -165,7 +170,7 @@ def test_another_step_looks_at_other_samples_and_shows_them_as_training_would():
 )
 def test_batches_are_as_large_as_micro_batches_of_training(setting, length):
     def work(parts):
-        return {len(share.samples) for share in _shares(parts, 1)}
+        return {len(share.samples) for share in shares(parts, 1)}
 
     assert on_ranks(2, work, f"train.{setting}") == [{length}] * 2
 

@@ -1,17 +1,18 @@
 """The settings of gossip: who talks to whom, about what, and how late what was said may count."""
 
-from typing import Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from stretto.comm.buckets import WIRE
-from stretto.config import Config
 from stretto.errors import ConfigError
+from stretto.strategy.gossip.coded import CODECS, checked_wire
 from stretto.strategy.gossip.segments import check_cut
+from stretto.strategy.gossip.together import TogetherConfig
 from stretto.topology import Settings, Topology, named
 
 
-class GossipConfig(Config):
+class GossipConfig(TogetherConfig):
     """What all gossip has in common."""
 
     topology: str = "derangement"
@@ -28,9 +29,37 @@ class GossipConfig(Config):
     seed: int = Field(default=0, ge=0)
     """Of topologies that are drawn."""
     wire: str = "own"
-    """What parameters travel as: "own", "fp32", "bf16", "fp16"."""
-    lanes: int = Field(default=8, ge=1, le=16)
-    """Segments that travel at once."""
+    """What parameters travel as: "own", "fp32", "bf16", "fp16"; "fp8", as differences to what all
+    last had in common."""
+    lanes: int = Field(default=1, ge=1, le=16)
+    """Segments that travel at once. One after another they arrive in the order in which they left,
+    long before they are needed again; beside each other all arrive late, and links idle until they
+    leave anew. More pay where a message's latency is longer than its bytes."""
+    groups: Annotated[int, Field(ge=1)] | Literal["hosts"] | None = None
+    """Ranks in a row are so many groups of one model each, exact inside; "hosts": each host is one.
+    When not set, every rank is."""
+    mix: Literal["parameters", "gradients"] = "parameters"
+    """What is averaged with peers: parameters after the update, or gradients before it."""
+
+    why_parameters: ClassVar[str] = ""
+    """Why nothing but parameters can be mixed, where that is so."""
+
+    @property
+    def mixes_gradients(self) -> bool:
+        """Whether gradients are averaged before the update, and parameters never travel."""
+        return self.mix == "gradients"
+
+    def remarks(self) -> list[str]:
+        """Return what people should know before the first step."""
+        alike = self.groups == 1 or (self.topology == "complete" and self.every == 1)
+        if not self.mixes_gradients or alike or self.averages:
+            return []
+        return [
+            'strategy.mix = "gradients": parameters do not travel, so ranks drift apart and '
+            "nothing pulls them together; what evaluations and checkpoints see is their mean. "
+            'topology = "complete" with every = 1 gives all of them one gradient; exact_every '
+            "makes them their mean again"
+        ]
 
     @property
     def pushes(self) -> bool:
@@ -43,8 +72,7 @@ class GossipConfig(Config):
         Raises:
             ConfigError: There is none of that name.
         """
-        k = {"k": self.peers} if self.peers != 1 else {}
-        return named(self.topology, Settings(seed=self.seed, **k))
+        return named(self.topology, Settings(seed=self.seed, peers=self.peers))
 
     @field_validator("segments")
     @classmethod
@@ -54,12 +82,23 @@ class GossipConfig(Config):
         except ConfigError as wrong:
             raise ValueError(str(wrong)) from None
 
-    @field_validator("wire")
-    @classmethod
-    def _known_wire(cls, text: str) -> str:
-        if text not in WIRE:
-            raise ValueError(f"parameters travel as {', '.join(WIRE)}, not {text!r}")
-        return text
+    _known_wire = field_validator("wire")(checked_wire)
+
+    @model_validator(mode="after")
+    def _gradients_can_be_mixed(self) -> Self:
+        if self.mixes_gradients and self.why_parameters:
+            raise ValueError(f'mix = "gradients": {self.why_parameters}; kind = "crossover" can')
+        if self.mixes_gradients and self.delay:
+            raise ValueError(
+                f'mix = "gradients" with delay = {self.delay}: the update waits for what peers '
+                "say of its gradients, so nothing can be late: set delay = 0"
+            )
+        if self.mixes_gradients and self.wire in CODECS:
+            raise ValueError(
+                f'mix = "gradients" with wire = "{self.wire}": that tells how far parameters are '
+                f"from those all last had, and gradients have nothing like it: {', '.join(WIRE)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _known_topology(self) -> Self:
@@ -97,6 +136,10 @@ class DPSGDConfig(GossipConfig):
     topology: str = "ring"
     delay: int = Field(default=1, ge=1, le=8)
 
+    why_parameters: ClassVar[str] = (
+        "D-PSGD mixes what ranks had before a step, and they had no gradient then"
+    )
+
 
 class SGPConfig(GossipConfig):
     """The ``[strategy]`` table of a run whose ``kind`` is ``"sgp"``.
@@ -109,6 +152,8 @@ class SGPConfig(GossipConfig):
     topology: str = "one-peer-exponential"
     wire: Literal["own"] = "own"
     """Masses travel with parameters: a narrower type would lose some."""
+
+    why_parameters: ClassVar[str] = "masses are shares of parameters, and gradients have none"
 
     @property
     def pushes(self) -> bool:

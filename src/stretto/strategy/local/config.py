@@ -9,12 +9,12 @@ from pydantic import Field, field_validator, model_validator
 
 from stretto.cluster.world import Mesh
 from stretto.comm.algorithms.table import AlgorithmTable, parse_table
-from stretto.comm.buckets import WIRE
+from stretto.comm.buckets import checked_type
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.optim.outer import average_, nesterov_, noloco_, slowmo_
 from stretto.optim.rules import Tensors
-from stretto.sim.choosing import choose_table
+from stretto.sim.choosing import usual_table
 from stretto.topology import Topology, matching
 
 AUTO = "auto"
@@ -80,13 +80,10 @@ class AveragedConfig(LocalConfig):
         return Outer(lambda starts, _, moved, _lr: average_(starts, moved), remembers=False)
 
     def table(self, mesh: Mesh, *, on_gpu: bool) -> AlgorithmTable:
-        """Return which all-reduce carries a message of which size.
-
-        Where nobody says, GPUs are left to the back end, which knows what joins them.
-        """
+        """Return which all-reduce carries a message of which size."""
         if self.algorithm != AUTO:
             return parse_table(self.algorithm)
-        return choose_table(None, Mesh((1,)) if on_gpu else mesh)
+        return usual_table(mesh, on_gpu=on_gpu)
 
     @field_validator("algorithm")
     @classmethod
@@ -96,12 +93,7 @@ class AveragedConfig(LocalConfig):
         except ConfigError as wrong:
             raise ValueError(str(wrong)) from None
 
-    @field_validator("wire")
-    @classmethod
-    def _known_wire(cls, text: str) -> str:
-        if text not in WIRE:
-            raise ValueError(f"differences travel as {', '.join(WIRE)}, not {text!r}")
-        return text
+    _known_wire = field_validator("wire")(checked_type)
 
 
 class LocalSGDConfig(AveragedConfig):

@@ -15,7 +15,6 @@ steps is the step of the global batch.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +26,17 @@ from stretto.comm.channel import Channel
 from stretto.comm.courier import Courier
 from stretto.comm.spread import average_, spread_from_rank_0_
 from stretto.errors import ChannelError, CheckpointError
-from stretto.strategy.alike import had, made_alike
 from stretto.strategy.base import Agreed, MakeOptimizer
 from stretto.strategy.buffers import Buffers
 from stretto.strategy.local.config import AveragedConfig, LocalConfig, NoLoCoConfig
 from stretto.strategy.local.fragment import Fragment, cut_fragments
 from stretto.strategy.local.travel import Everybody, Pair, Travel, beside, room_for
-from stretto.strategy.own import Own, optimizer_tensors, put_optimizer_tensors_
+from stretto.strategy.own import Own, OwnModels, laid_out, own_means_, under
 from stretto.telemetry.timeline import Recorder
 
 
-class LocalUpdates:
+class LocalUpdates(OwnModels):
     """A model on every rank, and rounds in which they begin again together."""
-
-    own_models = True
 
     def __init__(
         self,
@@ -91,18 +87,10 @@ class LocalUpdates:
         self._step, self._lr = step, lr
 
     def after_backward(self, *, update: bool = True) -> Agreed:
-        """Make gradients those of this rank's own mean; the loop updates by them.
-
-        A rank without samples has gradients of zero: its momentum goes on, as it does elsewhere.
-        """
-        if all(p.grad is None for _, p in self._named):
-            for _, p in self._named:
-                p.grad = torch.zeros_like(p)
-        gradients = [p.grad for _, p in self._named if p.grad is not None]
-        if self._factor != 1:
-            torch._foreach_mul_(gradients, self._factor)
+        """Make gradients those of this rank's own mean; the loop updates by them."""
+        gradients = own_means_([p for _, p in self._named], self._factor)
         waited_s, self._waited_s = self._waited_s, 0.0
-        return Agreed(tuple(gradients), waited_s=waited_s)
+        return Agreed(gradients, waited_s=waited_s)
 
     def after_update(self) -> None:
         """Let those arrive that were to be here by now, and those leave whose turn it is."""
@@ -124,14 +112,6 @@ class LocalUpdates:
         self._own.lay_aside(means)
         self._buffers.settle(self._channel)
 
-    def apart(self) -> float | None:
-        """Return how far ranks' own models are from their mean; all ranks together, settled."""
-        return self._own.apart(self._channel)
-
-    def unsettle(self) -> None:
-        """Go on with this rank's own model."""
-        self._own.take_back()
-
     def close(self) -> None:
         """Take the hook off the model, and end what is under way and its threads."""
         for hook in self._hooks:
@@ -141,34 +121,17 @@ class LocalUpdates:
                 fragment.wait()
         self._courier.close()
 
-    def whole_optimizer(self) -> Optimizer:
-        """Return this rank's optimizer; rank 0's is what others begin with."""
-        return self._optimizer
-
-    def take_optimizer(self, whole: Optimizer) -> None:
-        """Do nothing: it is the optimizer."""
-
     def named_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's gradients, last layers first."""
         return [(name, p.grad) for name, p in reversed(self._named) if p.grad is not None]
-
-    def undoable(self) -> dict[str, Tensor]:
-        """Return nothing: of a step that is left out nothing has left."""
-        return {}
 
     def own_state(self) -> dict[str, Tensor]:
         """Return this rank's model, what its optimizer remembers, where rounds began; all together.
 
         Sums that are under way are waited for, and are in it.
         """
-        names = (name for name, _ in self._named)
-        remembered = made_alike(optimizer_tensors(self._optimizer, self._names), self._channel)
-        parts = {
-            "parameters": dict(zip(names, self._own.now(), strict=True)),
-            "optimizer": remembered,
-            **{f"fragment-{index}": f.state() for index, f in enumerate(self._fragments)},
-        }
-        return {f"{part}/{name}": t for part, kept in parts.items() for name, t in kept.items()}
+        fragments = {f"fragment-{index}": f.state() for index, f in enumerate(self._fragments)}
+        return self._kept() | laid_out(fragments)
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """Take it back; nothing: all begin from one model, with nothing under way.
@@ -176,11 +139,6 @@ class LocalUpdates:
         Raises:
             CheckpointError: It was kept for other fragments.
         """
-
-        def under(place: str) -> dict[str, Tensor]:
-            before = f"{place}/"
-            return {n.removeprefix(before): t for n, t in state.items() if n.startswith(before)}
-
         for fragment in self._fragments:
             fragment.wait()
         self._own.take_back()
@@ -188,19 +146,9 @@ class LocalUpdates:
             for fragment in self._fragments:
                 fragment.begin_anew()
             return
-        own = under("parameters")
-        self._own.put_([own[name] for name, _ in self._named])
-        mine = had(under("optimizer"))
-        put_optimizer_tensors_(self._optimizer, self._names, mine)
+        self._take_kept(state)
         for index, fragment in enumerate(self._fragments):
-            fragment.load(under(f"fragment-{index}"))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: rounds follow from the step."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Accept the empty state."""
+            fragment.load(under(state, f"fragment-{index}"))
 
     def _travels(
         self, parts: Sequence[Sequence[nn.Parameter]], turns: Sequence[int]

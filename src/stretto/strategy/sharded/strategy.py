@@ -36,6 +36,7 @@ class Sharded:
     """Gathers parameters before they are used, reduces gradients as they come, as planned."""
 
     own_models = False
+    alone = False
 
     def __init__(
         self,

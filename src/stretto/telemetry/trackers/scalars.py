@@ -54,6 +54,7 @@ def _step(event: StepDone) -> dict[str, float | None]:
     return {
         "train/loss": event.loss,
         "train/lr": event.lr,
+        "train/apart": event.apart,
         "speed/samples_per_s": event.samples_per_s,
         "speed/step_s": event.step_s,
         "share/compute": event.compute_share,

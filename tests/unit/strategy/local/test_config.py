@@ -34,7 +34,7 @@ WRONG = {
     "a wire that rounds parameters": (["kind=noloco", "wire=bf16"], 'wire = "bf16": expected'),
     "a wire there is not": (
         ["kind=local_sgd", "wire=fp8"],
-        "differences travel as own, fp32, bf16, fp16, not 'fp8'",
+        "expected own, fp32, bf16, fp16, got 'fp8'",
     ),
     "an algorithm there is not": (["kind=slowmo", "algorithm=rnig"], "no algorithm 'rnig'"),
     "fragments of a kind that has none": (["kind=slowmo", "fragments=2"], "unknown key"),
