@@ -149,6 +149,15 @@ def test_one_worker_and_workers_of_unequal_shares(tmp_path):
     assert_same(loaded, workers=3)
 
 
+def test_how_far_models_are_apart_is_seen_all_along(tmp_path):
+    outcome = virtual(loaded_run(tmp_path, "strategy.kind=crossover"), WORKERS)
+    assert [step for step, _ in outcome.apart] == list(range(1, STEPS + 1))
+    assert outcome.apart[-1] == (STEPS, outcome.evaluations[-1].apart)
+    assert virtual(loaded_run(tmp_path), WORKERS).apart == ()
+    long = virtual(loaded_run(tmp_path, "strategy.kind=sgp", "train.steps=120"), WORKERS)
+    assert [step for step, _ in long.apart] == list(range(3, 121, 3))
+
+
 def test_a_loss_that_is_not_finite_is_an_outcome(tmp_path):
     outcome = virtual(loaded_run(tmp_path, "strategy.kind=sgp", "optim.lr=1e200"), WORKERS)
     assert "not finite" in outcome.diverged

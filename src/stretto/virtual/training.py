@@ -37,6 +37,8 @@ from stretto.virtual.stack import Stack, put_means_
 
 Told = Callable[[int, int, float], None]
 """Hears of progress: steps done, steps of all, the loss of the last one."""
+LOOKS = 50
+"""How often in a run, about, it is seen how far models are apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Outcome:
     evaluations: tuple[EvalDone, ...]
     losses: tuple[float, ...]
     """The mean loss of each step."""
+    apart: tuple[tuple[int, float], ...]
+    """After which step, how far models were from their mean, where each worker has its own."""
     seconds: float
     samples_per_s: float
     diverged: str = ""
@@ -66,6 +70,7 @@ def train_virtually(
     began_s = time.monotonic()
     losses: list[float] = []
     evaluations: list[EvalDone] = []
+    apart: list[tuple[int, float]] = []
     diverged = ""
     with Prefetch(prepared.source, run.shares()) as batches:
         for step, batch in enumerate(batches):
@@ -74,11 +79,13 @@ def train_virtually(
                 diverged = f"the loss of step {step + 1} is not finite"
                 break
             tell(step + 1, run.total_steps, losses[-1])
+            if run.is_looked_at(step):
+                apart.append((step + 1, run.apart()))
             if run.is_due(step):
                 evaluations.append(run.evaluate(step + 1))
     seconds = time.monotonic() - began_s
-    samples = len(losses) * config.train.batch
-    return Outcome(tuple(evaluations), tuple(losses), seconds, samples / seconds, diverged)
+    rate = len(losses) * config.train.batch / seconds
+    return Outcome(tuple(evaluations), tuple(losses), tuple(apart), seconds, rate, diverged)
 
 
 class _Run:
@@ -147,6 +154,16 @@ class _Run:
         self._meeting.before_update()
         self._optimizer.step()
         self._meeting.after_update(step, lr)
+
+    def is_looked_at(self, step: int) -> bool:
+        """Say whether it is seen after ``step`` how far models are apart."""
+        every = -(-self.total_steps // LOOKS)
+        done = step + 1
+        return self._meeting.own_models and (done % every == 0 or done == self.total_steps)
+
+    def apart(self) -> float:
+        """Return how far models are from their mean, as a share of its norm."""
+        return self._stack.apart(self._meeting.means())
 
     def is_due(self, step: int) -> bool:
         """Say whether models are evaluated after ``step``."""

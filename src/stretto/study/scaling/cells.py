@@ -65,7 +65,7 @@ def run_cell(basis: Basis, cell: Cell, tell: Told = lambda *_: None) -> Done:
         last.accuracy,
         last.own_accuracy,
         last.loss,
-        tuple((one.step, one.apart) for one in outcome.evaluations if one.apart is not None),
+        outcome.apart,
         outcome.seconds,
         outcome.samples_per_s,
     )
