@@ -63,7 +63,7 @@ def published(events, workers):
 
 
 class InOrder:
-    """Lets real workers act in the order of a list, and looks at all of them after each event."""
+    """Lets real workers act in the order of a list, and looks at all known after each event."""
 
     def __init__(self, events):
         self._events, self._next = list(events), 0
@@ -77,7 +77,8 @@ class InOrder:
                 assert self._changed.wait_for(lambda: self._is_next(act, rank), 20), "stuck"
             yield
             with self._changed:
-                self.history.append(np.stack([self._seen(r) for r in sorted(self.lives)]))
+                if self.lives:
+                    self.history.append(np.stack([self._seen(r) for r in sorted(self.lives)]))
                 self._next += 1
                 self._changed.notify_all()
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from stretto.data import open_source
 from stretto.errors import ConfigError
 from stretto.run import Prepared, RunConfig, assemble
 from stretto.strategy import STRATEGIES
+from stretto.strategy.adpsgd.strategy import ADPSGD
 from stretto.telemetry.events import EvalDone
+from stretto.topology import random_events
 from stretto.train.loop import train
+from stretto.train.loose import LAG
 from stretto.virtual import train_virtually
+from tests.laws.test_adpsgd import InOrder
 
-STEPS, WORKERS = 10, 4
+STEPS, WORKERS, EVAL_EVERY, SEED = 10, 4, 5, 5
+SAMPLES, BATCH = 44, 16
 
 RUNS = {
     "allreduce": [[]],
@@ -70,8 +76,9 @@ class Wide(nn.Module):
 
 
 def loaded_run(folder, *more):
-    data = ["data.samples=44", "data.test_samples=14", "data.size=8", "train.batch=16"]
-    pace = [f"train.steps={STEPS}", "train.eval_every=5", "train.save_every=1000"]
+    data = [f"data.samples={SAMPLES}", "data.test_samples=14", "data.size=8"]
+    data += [f"train.batch={BATCH}"]
+    pace = [f"train.steps={STEPS}", f"train.eval_every={EVAL_EVERY}", "train.save_every=1000"]
     rate = ["optim.lr=0.05", "optim.weight_decay=0.01", "optim.decay=cosine"]
     return load(RunConfig, None, [*data, *pace, *rate, f"run.folder={folder}", *more])
 
@@ -122,8 +129,49 @@ def test_virtual_workers_learn_what_real_ones_do(tmp_path, kind, more):
     assert_same(loaded_run(tmp_path, f"strategy.kind={kind}", "optim.momentum=0.9", *more))
 
 
-def test_every_strategy_is_compared_but_one_without_a_common_step():
-    assert set(RUNS) == set(STRATEGIES) - {"adpsgd"}
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["optim.momentum=0.9"],
+        ["optim.kind=lars", "optim.trust=0.02", "optim.momentum=0.9"],
+        ["optim.kind=adamw", "train.clip_norm=0.5", "train.accumulation=2"],
+        ["train.statistics=reestimate", "train.statistics_batches=2"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("workers", [WORKERS, 3, 1])
+def test_in_an_order_that_is_drawn_they_learn_what_real_ones_do_in_it(
+    tmp_path, monkeypatch, workers, more
+):
+    epoch_steps = SAMPLES // BATCH + 1
+    meet = sorted({0, *range(EVAL_EVERY, STEPS + 1, EVAL_EVERY), *range(0, STEPS, epoch_steps)})
+    order = InOrder(
+        event
+        for first, end in pairwise(meet)
+        for event in random_events(workers, end - first, SEED, first=first, ahead=LAG)
+    )
+    attach = ADPSGD.attach
+
+    def attach_in_order(self, *args):
+        self.turn = order.turn_of(self._channel.rank)
+        return attach(self, *args)
+
+    monkeypatch.setattr(ADPSGD, "attach", attach_in_order)
+    adpsgd = ["strategy.kind=adpsgd", f"strategy.seed={SEED}"]
+    assert_same(loaded_run(tmp_path, *adpsgd, *more), workers)
+
+
+def test_another_seed_is_another_order(tmp_path):
+    one, same, other = (
+        virtual(loaded_run(tmp_path, "strategy.kind=adpsgd", f"strategy.seed={seed}"), WORKERS)
+        for seed in (1, 1, 2)
+    )
+    assert one.losses == same.losses != other.losses
+    assert len(one.losses) == len(one.apart) == STEPS
+
+
+def test_every_strategy_is_compared():
+    assert {*RUNS, "adpsgd"} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("kind", ["crossover", "sgp", "allreduce"])
@@ -172,7 +220,6 @@ SHARING = ["optim.kind=lars", "optim.norm_group=2"]
     [
         (["strategy.kind=crossover", "strategy.topology=hypercube"], 6, "4"),
         ([], 17, "at most 16 workers"),
-        (["strategy.kind=adpsgd"], 4, "step together"),
         (["train.precision=fp16"], 4, "bf16"),
         (["strategy.kind=crossover", "strategy.wire=fp8"], 4, "send own, fp32, bf16, fp16"),
         (

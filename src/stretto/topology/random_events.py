@@ -16,7 +16,8 @@ from typing import NamedTuple
 from stretto.topology import keyed
 
 _ORDER = -1
-"""Stands for the segment, in draws of an order: no rank has this number."""
+"""Stands for the segment, in draws of an order; less the first step, where there is one before: no
+rank has such a number."""
 _BLOCK = 256
 """Words drawn at once."""
 
@@ -71,18 +72,29 @@ def passive_peer(rank: int, size: int, step: int, seed: int = 0) -> int | None:
 
 
 def random_events(
-    size: int, steps: int, seed: int = 0, paces: Sequence[int] | None = None
+    size: int,
+    steps: int,
+    seed: int = 0,
+    paces: Sequence[int] | None = None,
+    *,
+    first: int = 0,
+    ahead: int | None = None,
 ) -> Iterator[Event]:
     """Yield what ``size`` workers do in ``steps`` steps each, in an order drawn by the seed.
 
     Any order is possible that real ranks may come to: a worker reads, applies, and reads again;
     an active one averages once after each step, beside the next one at the latest. ``paces`` say
-    how often each worker is drawn, compared with others: one of a low pace is slow.
+    how often each worker is drawn, compared with others: one of a low pace is slow. Workers have
+    met before step ``first``; none begins a step ``ahead`` of what the slowest begins.
     """
-    workers = [_Worker(rank, size, steps, seed) for rank in range(size)]
+    workers = [_Worker(rank, size, first + steps, seed, *[first] * 3) for rank in range(size)]
     weights = paces or [1] * size
-    words = _words(seed)
-    while choices := [(worker, act) for worker in workers for act in worker.acts()]:
+    words = _words(seed, first)
+    while True:
+        may_not_begin = None if ahead is None else min(worker.read for worker in workers) + ahead
+        choices = [(worker, act) for worker in workers for act in worker.acts(may_not_begin)]
+        if not choices:
+            return
         place = keyed.below(sum(weights[worker.rank] for worker, _ in choices), next(words))
         for worker, act in choices:
             place -= weights[worker.rank]
@@ -97,19 +109,22 @@ class _Worker:
 
     rank: int
     size: int
-    steps: int
+    end: int
+    """The step that it does not begin any more."""
     seed: int
-    read: int = 0
-    applied: int = 0
-    averaged: int = 0
+    read: int
+    applied: int
+    averaged: int
 
-    def acts(self) -> list[Act]:
-        """Return what it may do next."""
+    def acts(self, may_not_begin: int | None) -> list[Act]:
+        """Return what it may do next; one step and those after it may not begin yet."""
         averages = is_active(self.rank) and len(passive_ranks(self.size)) > 0
         acts = []
         if self.read > self.applied:
             acts.append(Act.APPLY)
-        elif self.read < self.steps and not (averages and self.averaged + 1 < self.applied):
+        elif self.read not in (self.end, may_not_begin) and not (
+            averages and self.averaged + 1 < self.applied
+        ):
             acts.append(Act.READ)
         if averages and self.averaged < self.applied:
             acts.append(Act.AVERAGE)
@@ -128,8 +143,8 @@ class _Worker:
         return Event(act, self.rank, step, self.rank if peer is None else peer)
 
 
-def _words(seed: int) -> Iterator[int]:
+def _words(seed: int, first: int) -> Iterator[int]:
     block = 0
     while True:
-        yield from keyed.words(_BLOCK, seed=seed, step=block, segment=_ORDER)
+        yield from keyed.words(_BLOCK, seed=seed, step=block, segment=_ORDER - first)
         block += 1

@@ -28,13 +28,13 @@ def evaluate(parts: Parts, done: int) -> EvalDone:
     own = parts.strategy.own_models
     sums = torch.zeros(2, 3, dtype=torch.float64)
     with parts.recorder.span("evaluate", "compute"):
-        if own:
-            sums[1] = _tested(parts)
         with settled(parts):
             if parts.config.statistics == "reestimate":
                 reestimate(parts, done)
             sums[0] = _tested(parts)
             apart = parts.strategy.apart()
+        if own:  # after that: averages that were under way are made
+            sums[1] = _tested(parts)
     add_up_(sums, parts.channel)
     (loss, accuracy), (own_loss, own_accuracy) = (sums[:, :2] / sums[:, 2:].clamp(min=1)).tolist()
     return EvalDone(

@@ -41,11 +41,9 @@ class Rounds:
                 fragment.leave(step, self._moved(fragment, step // self._config.every))
         self._arrive(step, lr)
 
-    @torch.no_grad()
     def means(self) -> dict[str, Tensor]:
         """Return the mean of all."""
-        values = self._stack.values
-        return {name: v.detach().double().mean(dim=0).to(v.dtype) for name, v in values.items()}
+        return self._stack.means()
 
     def _moved(self, fragment: "_Fragment", number: int) -> list[Tensor]:
         """Return how far the peers' mean is below where each party began."""

@@ -4,7 +4,6 @@ The rules are those of real ranks (`stretto.optim.combining`, `stretto.optim.out
 values that say who meets whom and when (`stretto.topology`, the strategy's own settings).
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from stretto.cluster.world import Mesh
 from stretto.comm.buckets import WIRE
 from stretto.errors import ConfigError
 from stretto.strategy import (
-    ADPSGDConfig,
     AllReduceConfig,
     AnyStrategyConfig,
     GossipConfig,
@@ -73,11 +71,6 @@ def count_parties(config: AnyStrategyConfig, workers: int) -> int:
     """
     if isinstance(config, AllReduceConfig | ShardedConfig):
         return 1
-    if isinstance(config, ADPSGDConfig):
-        raise ConfigError(
-            "strategy.kind = 'adpsgd': its ranks step whenever they are ready, and virtual workers "
-            "step together: compare crossover, which meets as many peers"
-        )
     if isinstance(config, GossipConfig):
         _check_gossip(config)
         return group_of(0, Mesh((workers,)), config.groups, config.who()).count
@@ -106,14 +99,13 @@ def _check_gossip(config: GossipConfig) -> None:
         )
 
 
-Finish = Callable[[Optimizer], Meeting]
-
-
-def build_meeting(config: AnyStrategyConfig, model: nn.Module, stack: Stack) -> Finish:
-    """Return what makes the meeting of ``config``, once there is an optimizer."""
+def build_meeting(
+    config: AnyStrategyConfig, model: nn.Module, stack: Stack, optimizer: Optimizer
+) -> Meeting:
+    """Return the meeting of ``config``, for models that ``optimizer`` updates."""
     if isinstance(config, GossipConfig):
         kind: type[Exchanges] = Pushed if config.pushes else Mixed
-        return lambda _: kind(config, model, stack)
+        return kind(config, model, stack)
     if isinstance(config, LocalConfig):
-        return lambda optimizer: Rounds(config, model, stack, optimizer)
-    return lambda _: Synchronous(stack)
+        return Rounds(config, model, stack, optimizer)
+    return Synchronous(stack)

@@ -7,11 +7,41 @@ rounds are single operations on all parties.
 """
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from stretto.optim.rules import across
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Values of some parties, with their gradients: what one optimizer updates."""
+
+    values: dict[str, nn.Parameter]
+    """[P, ...] by name, of what is trained."""
+
+    def clear_gradients(self) -> None:
+        """Begin a step: backward adds to what is there."""
+        torch._foreach_zero_([_grad(value) for value in self.values.values()])
+
+    @torch.no_grad()
+    def clip_gradients_(self, limit: float) -> None:
+        """Scale down the gradients of every party whose norm of all of them is above ``limit``."""
+        rows = [_grad(value).flatten(1) for value in self.values.values()]
+        norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows])
+        factors = (limit / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for value in self.values.values():
+            _grad(value).mul_(across(factors, value))
+
+    def of(self, party: int) -> "Rows":
+        """Return those of one party alone, [1, ...]: they are the same memory."""
+        mine = slice(party, party + 1)
+        values = {name: nn.Parameter(value.data[mine]) for name, value in self.values.items()}
+        for name, value in values.items():
+            value.grad = _grad(self.values[name])[mine]
+        return Rows(values)
 
 
 class Stack:
@@ -21,29 +51,22 @@ class Stack:
         self.parties = parties
         self.party_of = [worker * parties // workers for worker in range(workers)]
         self.values: dict[str, nn.Parameter] = {}
-        """[P, ...] by name, of what is trained; the optimizer's parameters."""
+        """[P, ...] by name, of what is trained."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 rows = parameter.detach().expand(parties, *parameter.shape).clone()
                 self.values[name] = nn.Parameter(rows)
                 self.values[name].grad = torch.zeros_like(rows)
+        self.rows = Rows(self.values)
         self.modules = [self._worker(model, party) for party in self.party_of]
 
-    def clear_gradients(self) -> None:
-        """Begin a step: backward adds to what is there."""
-        torch._foreach_zero_([_grad(value) for value in self.values.values()])
-
-    def weigh_gradients_(self, factors: Tensor) -> None:
-        """Multiply each party's gradients by its factor, of [P]."""
-        for value in self.values.values():
-            _grad(value).mul_(across(factors, value))
-
-    def gradient_norms(self) -> Tensor:
-        """Return the norm of all gradients of each party, [P]."""
-        rows = [_grad(value).flatten(1) for value in self.values.values()]
-        norms = torch.stack([torch.linalg.vector_norm(row, dim=1) for row in rows])
-        total: Tensor = torch.linalg.vector_norm(norms, dim=0)
-        return total
+    @torch.no_grad()
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of all parties, by name."""
+        return {
+            name: value.detach().double().mean(dim=0).to(value.dtype)
+            for name, value in self.values.items()
+        }
 
     @torch.no_grad()
     def apart(self, means: dict[str, Tensor]) -> float:

@@ -66,3 +66,27 @@ def test_a_worker_of_a_low_pace_is_slow():
     others = max(place for worker, place in last.items() if worker != 1)
     before = sum(e.act is Act.APPLY for e in events[:others] if e.worker == 1)
     assert before < 25
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_nobody_begins_a_step_too_far_ahead_of_the_slowest(ahead):
+    begun = [7] * 4
+    events = list(random_events(4, 40, 2, (1, 9, 9, 9), first=7, ahead=ahead))
+    for event in events:
+        if event.act is Act.READ:
+            assert event.step == begun[event.worker] < min(begun) + ahead
+            begun[event.worker] += 1
+    assert begun == [47] * 4
+    free = list(random_events(4, 40, 2, (1, 9, 9, 9), first=7))
+    assert sorted(free) == sorted(events)
+    assert free != events
+
+
+def test_after_a_meeting_the_order_is_another_and_so_are_the_peers():
+    shapes = [
+        [(e.act, e.worker) for e in random_events(4, 6, 1, first=first)] for first in (0, 6, 12)
+    ]
+    assert shapes[0] != shapes[1] != shapes[2]
+    for event in random_events(4, 6, 1, first=6):
+        if event.act is Act.AVERAGE:
+            assert event.peer == passive_peer(event.worker, 4, event.step, 1)

@@ -1,0 +1,53 @@
+"""Virtual workers that step together: every step of one is a step of all."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from stretto.data.loader import LoadedShare
+from stretto.optim import stacked_optimizer
+from stretto.virtual.learners import Learners
+from stretto.virtual.meetings import build_meeting
+
+
+class InStep:
+    """One optimizer updates all models at once, and then they meet, as ranks would by messages."""
+
+    def __init__(self, learners: Learners) -> None:
+        self._learners, self._stack = learners, learners.stack
+        config, model = learners.config, learners.prepared.model
+        self._optimizer = stacked_optimizer(
+            config.optim, model, self._stack.values, peak_lr=learners.derived.lr
+        )
+        self._meeting = build_meeting(config.strategy, model, self._stack, self._optimizer)
+        self.own_models = self._meeting.own_models
+
+    def steps(self, batches: Iterable[LoadedShare]) -> Iterator[float]:
+        """Take step after step; yield the mean loss of each, when all have taken it."""
+        learners = self._learners
+        for step, batch in enumerate(batches):
+            self._stack.rows.clear_gradients()
+            num_samples = len(batch.inputs)
+            parts = enumerate(learners.dealt(step, batch))
+            losses = [learners.learn(step, worker, part, num_samples) for worker, part in parts]
+            loss = sum(losses) / num_samples
+            if math.isfinite(loss):
+                self._update(step)
+            yield loss
+
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean of all models, what is under way included, by name."""
+        return self._meeting.means()
+
+    @torch.no_grad()
+    def _update(self, step: int) -> None:
+        lr = self._learners.derived.rate_at(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if (limit := self._learners.config.train.clip_norm) is not None:
+            self._stack.rows.clip_gradients_(limit)
+        self._meeting.before_update()
+        self._optimizer.step()
+        self._meeting.after_update(step, lr)
