@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from stretto.errors import ConfigError
+from stretto.units import parse_fraction
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ class Asked:
     """Runs at a time, each a process."""
     threads: int = 1
     """CPU threads of each."""
+    lost: str = "0"
+    """Share of gossip's messages that never arrive, as 1%; exact strategies wait for every one."""
     out: Path = Path("study")
     """The folder of the study: an interrupted one goes on there; study.html tells it."""
     json: bool = False
@@ -106,7 +109,7 @@ def _study(
             raise ConfigError(f"--{name} {getattr(how, name)}: expected at least 1")
     words = [word.strip() for word in how.strategies.split(",")]
     wanted = tuple(Point(word, count, size) for word in words for count, size in points)
-    basis = Basis(str(run), tuple(overrides), how.threads)
+    basis = Basis(str(run), tuple(overrides), how.threads, parse_fraction(how.lost))
     planned = Study(basis, wanted, Sweep(_factors(how.factors), how.seeds))
     planned.check()
     book = Book(how.out, planned.about())

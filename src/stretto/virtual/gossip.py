@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.comm.buckets import WIRE
@@ -15,8 +17,11 @@ from stretto.optim.combining import pull_, take_in_
 from stretto.optim.rules import across, multiply_
 from stretto.strategy import GossipConfig
 from stretto.strategy.gossip.segments import cut_segments
+from stretto.topology import keyed
 from stretto.topology.stacked import heard
 from stretto.virtual.stack import Stack
+
+_WORD = 2.0**64
 
 
 class Who(NamedTuple):
@@ -27,16 +32,24 @@ class Who(NamedTuple):
     who: Tensor
     """[P, k]"""
     weights: Tensor
-    """[P, k]"""
+    """[P, k]; 0 of what is lost on its way."""
+    lost: Tensor
+    """[P, k]: what those that are lost would have weighed."""
 
 
 class Exchanges(ABC):
-    """Segments of all parties, and the rounds of each that are under way."""
+    """Segments of all parties, and the rounds of each that are under way.
+
+    Of all messages, a share of ``lost`` does not arrive: whoever would have heard one goes on
+    without it, and whoever sent it does not know.
+    """
 
     own_models = True
 
-    def __init__(self, config: GossipConfig, model: nn.Module, stack: Stack) -> None:
-        self._config, self._stack = config, stack
+    def __init__(
+        self, config: GossipConfig, model: nn.Module, stack: Stack, lost: float = 0.0
+    ) -> None:
+        self._config, self._stack, self._lost_share = config, stack, lost
         self._topology = config.who()
         cut = cut_segments(model, config.segments)
         self._segments = [[stack.values[name].detach() for name, _ in named] for named in cut]
@@ -87,9 +100,20 @@ class Exchanges(ABC):
 
     def _who(self, number: int, segment: int, like: Tensor) -> Who:
         found = heard(self._topology, self._stack.parties, number, segment)
-        own = torch.as_tensor(found.own, dtype=like.dtype, device=like.device)
-        weights = torch.as_tensor(found.weights, dtype=like.dtype, device=like.device)
-        return Who(own, torch.as_tensor(found.who, device=like.device), weights)
+        gone = found.weights * self._are_lost(number, segment, found.weights.shape)
+        own, weights, lost = (
+            torch.as_tensor(array, dtype=like.dtype, device=like.device)
+            for array in (found.own, found.weights - gone, gone)
+        )
+        return Who(own, torch.as_tensor(found.who, device=like.device), weights, lost)
+
+    def _are_lost(self, number: int, segment: int, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+        """Return which messages of a round are lost, drawn apart from who is told."""
+        if not self._lost_share:
+            return np.zeros(shape, dtype=bool)
+        count = int(np.prod(shape))
+        words = keyed.words(count, seed=self._config.seed, step=number, segment=-1 - segment)
+        return np.array([word / _WORD < self._lost_share for word in words]).reshape(shape)
 
     @abstractmethod
     def _said(self, index: int, who: Who) -> list[Tensor]:
@@ -128,12 +152,19 @@ class Mixed(Exchanges):
 
 
 class Pushed(Exchanges):
-    """Parties give shares away, with their mass, and divide by the mass that they have."""
+    """Parties give shares away, with their mass, and divide by the mass that they have.
 
-    def __init__(self, config: GossipConfig, model: nn.Module, stack: Stack) -> None:
-        super().__init__(config, model, stack)
+    Mass is nowhere but with a party, under way, or lost: together there is one for each party.
+    """
+
+    def __init__(
+        self, config: GossipConfig, model: nn.Module, stack: Stack, lost: float = 0.0
+    ) -> None:
+        super().__init__(config, model, stack, lost)
         self.masses = [torch.ones_like(s[0].flatten(1)[:, 0]) for s in self._segments]
         """[P] of each segment."""
+        self.lost_masses = [0.0 for _ in self._segments]
+        """Of each segment, what went with messages that did not arrive."""
 
     @torch.no_grad()
     def before_update(self) -> None:
@@ -154,6 +185,7 @@ class Pushed(Exchanges):
         mass = self.masses[index]
         added = [_gathered(value * across(mass, value), who) for value in self._segments[index]]
         added.append(_gathered(mass, who))
+        self.lost_masses[index] += float((mass[who.who] * who.lost).sum())
         self.masses[index] = mass * who.own
         return added
 
@@ -164,9 +196,19 @@ class Pushed(Exchanges):
         take_in_(self._segments[index], mass, added, total)
         self.masses[index] = total
 
+    def under_way(self, index: int) -> float:
+        """Return the mass of a segment that has left and not arrived."""
+        return sum(float(change[-1].sum()) for change in self._rounds[index])
+
+    def _mean(self, index: int) -> list[Tensor]:
+        total = float(self.masses[index].double().sum()) + self.under_way(index)
+        return [(whole.double().sum(dim=0) / total).to(whole.dtype) for whole in self._whole(index)]
+
     def _begin_again(self, index: int) -> None:
+        """Begin again with a mass of 1, and nothing lost."""
         super()._begin_again(index)
         self.masses[index] = torch.ones_like(self.masses[index])
+        self.lost_masses[index] = 0.0
 
     def _whole(self, index: int) -> list[Tensor]:
         mass = self.masses[index]

@@ -15,13 +15,14 @@ from stretto.virtual.meetings import build_meeting
 class InStep:
     """One optimizer updates all models at once, and then they meet, as ranks would by messages."""
 
-    def __init__(self, learners: Learners) -> None:
+    def __init__(self, learners: Learners, lost: float = 0.0) -> None:
+        """Make it; a share of ``lost`` messages never arrives."""
         self._learners, self._stack = learners, learners.stack
         config, model = learners.config, learners.prepared.model
         self._optimizer = stacked_optimizer(
             config.optim, model, self._stack.values, peak_lr=learners.derived.lr
         )
-        self._meeting = build_meeting(config.strategy, model, self._stack, self._optimizer)
+        self._meeting = build_meeting(config.strategy, model, self._stack, self._optimizer, lost)
         self.own_models = self._meeting.own_models
 
     def steps(self, batches: Iterable[LoadedShare]) -> Iterator[float]:

@@ -99,13 +99,35 @@ def _check_gossip(config: GossipConfig) -> None:
         )
 
 
+def check_lost(config: AnyStrategyConfig, lost: float) -> None:
+    """See that workers can go on without a share of ``lost`` messages.
+
+    Raises:
+        ConfigError: They wait for every one.
+    """
+    if not 0 <= lost < 1:
+        raise ConfigError(f"a share of {lost:g} of all messages lost: expected 0 to below 1")
+    if lost and not isinstance(config, GossipConfig):
+        raise ConfigError(
+            f'strategy.kind = "{config.kind}" with lost messages: its ranks wait for every one, '
+            "and connections send them again; gossip goes on without: crossover, dpsgd, sgp"
+        )
+
+
 def build_meeting(
-    config: AnyStrategyConfig, model: nn.Module, stack: Stack, optimizer: Optimizer
+    config: AnyStrategyConfig,
+    model: nn.Module,
+    stack: Stack,
+    optimizer: Optimizer,
+    lost: float = 0.0,
 ) -> Meeting:
-    """Return the meeting of ``config``, for models that ``optimizer`` updates."""
+    """Return the meeting of ``config``, for models that ``optimizer`` updates.
+
+    Of gossip's messages a share of ``lost`` never arrives.
+    """
     if isinstance(config, GossipConfig):
         kind: type[Exchanges] = Pushed if config.pushes else Mixed
-        return kind(config, model, stack)
+        return kind(config, model, stack, lost)
     if isinstance(config, LocalConfig):
         return Rounds(config, model, stack, optimizer)
     return Synchronous(stack)

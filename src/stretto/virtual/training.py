@@ -35,7 +35,7 @@ from stretto.train.step import forward_in
 from stretto.virtual.in_any_order import InAnyOrder
 from stretto.virtual.in_step import InStep
 from stretto.virtual.learners import Learners
-from stretto.virtual.meetings import count_parties
+from stretto.virtual.meetings import check_lost, count_parties
 from stretto.virtual.stack import put_means_
 
 Told = Callable[[int, int, float], None]
@@ -60,16 +60,22 @@ class Outcome:
 
 
 def train_virtually(
-    config: RunConfig, prepared: Prepared, workers: int, tell: Told = lambda *_: None
+    config: RunConfig,
+    prepared: Prepared,
+    workers: int,
+    tell: Told = lambda *_: None,
+    *,
+    lost: float = 0.0,
 ) -> Outcome:
     """Train as ``workers`` ranks would, and return how that went.
 
-    A loss that is not finite ends the run; that is an outcome, not an error.
+    A loss that is not finite ends the run; that is an outcome, not an error. Of gossip's messages
+    a share of ``lost`` never arrives.
 
     Raises:
         ConfigError: Workers cannot train like this, at this number of them.
     """
-    run = _Run(config, prepared, workers)
+    run = _Run(config, prepared, workers, lost)
     began_s = time.monotonic()
     losses: list[float] = []
     evaluations: list[EvalDone] = []
@@ -109,8 +115,8 @@ class Pace(Protocol):
 class _Run:
     """A run's workers, and how they are looked at."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, workers: int) -> None:
-        parties = check_virtual(config, workers)
+    def __init__(self, config: RunConfig, prepared: Prepared, workers: int, lost: float) -> None:
+        parties = check_virtual(config, workers, lost)
         self.learners = Learners(config, prepared, workers, parties)
         self._train, self._stack = config.train, self.learners.stack
         self._mean = copy.deepcopy(prepared.model)
@@ -118,7 +124,7 @@ class _Run:
         self.pace: Pace = (
             InAnyOrder(self.learners, strategy.seed, self.all_meet)
             if isinstance(strategy, ADPSGDConfig)
-            else InStep(self.learners)
+            else InStep(self.learners, lost)
         )
 
     def is_looked_at(self, step: int) -> bool:
@@ -179,7 +185,7 @@ class _Run:
         )
 
 
-def check_virtual(config: RunConfig, workers: int) -> int:
+def check_virtual(config: RunConfig, workers: int, lost: float = 0.0) -> int:
     """Return how many models ``workers`` would have between them.
 
     Raises:
@@ -197,6 +203,7 @@ def check_virtual(config: RunConfig, workers: int) -> int:
         raise ConfigError(
             'train.precision = "fp16": virtual workers have no scale of the loss; take "bf16"'
         )
+    check_lost(config.strategy, lost)
     parties = count_parties(config.strategy, workers)
     if parties > 1 and isinstance(config.optim, LARSConfig) and config.optim.norm_group > 1:
         raise ConfigError(

@@ -28,8 +28,9 @@ class Study:
         settings = flat_settings(self.basis.config(Cell(self.points[0], 1.0, 0)))
         free = ("strategy.", "run.", "train.batch")
         kept = {key: value for key, value in settings.items() if not key.startswith(free)}
+        lost = {"--lost": self.basis.lost} if self.basis.lost else {}
         # More seeds, and more points, may be asked for later.
-        return {**kept, "--factors": list(self.sweep.factors)}
+        return {**kept, **lost, "--factors": list(self.sweep.factors)}
 
     def check(self) -> None:
         """Find mistakes before the first run.
@@ -38,7 +39,8 @@ class Study:
             ConfigError: Some point cannot be run, or the model cannot learn the data.
         """
         for point in self.points:
-            check_virtual(self.basis.config(Cell(point, 1.0, 0)), point.workers)
+            config = self.basis.config(Cell(point, 1.0, 0))
+            check_virtual(config, point.workers, self.basis.lost_by(config.strategy))
         prepare(self.basis.config(Cell(self.points[0], 1.0, 0)))
 
     def wanted(self, done: Mapping[Cell, Done]) -> list[Cell]:

@@ -13,6 +13,7 @@ from stretto.errors import ConfigError
 from stretto.model import build_model
 from stretto.recipes import load_run
 from stretto.run import Prepared, RunConfig
+from stretto.strategy import AllReduceConfig, AnyStrategyConfig, ShardedConfig
 from stretto.study.scaling.sweep import Cell, Done
 from stretto.study.words import strategy_word
 from stretto.virtual import Told, train_virtually
@@ -26,6 +27,8 @@ class Basis:
     """A run file, or a recipe's name."""
     overrides: tuple[str, ...] = ()
     threads: int = 1
+    lost: float = 0.0
+    """The share of gossip's messages that never arrive."""
 
     def config(self, cell: Cell) -> RunConfig:
         """Return the settings of one run.
@@ -35,6 +38,11 @@ class Basis:
         """
         lr = self._load(cell).optim.lr
         return self._load(cell, f"optim.lr={lr * cell.factor!r}")
+
+    def lost_by(self, strategy: AnyStrategyConfig) -> float:
+        """Return the share that ``strategy`` goes without: exact ones wait for every message."""
+        exact = isinstance(strategy, AllReduceConfig | ShardedConfig)
+        return 0.0 if exact else self.lost
 
     def _load(self, cell: Cell, *more: str) -> RunConfig:
         kind, settings = strategy_word(cell.point.strategy)
@@ -55,7 +63,9 @@ def run_cell(basis: Basis, cell: Cell, tell: Told = lambda *_: None) -> Done:
     config = basis.config(cell)
     model = build_model(config.model, config.run.seed)
     prepared = Prepared(*_sources(config.data), model)
-    outcome = train_virtually(config, prepared, cell.point.workers, tell)
+    outcome = train_virtually(
+        config, prepared, cell.point.workers, tell, lost=basis.lost_by(config.strategy)
+    )
     if outcome.diverged or not outcome.evaluations:
         return Done(0.0, seconds=outcome.seconds, diverged=outcome.diverged or "never evaluated")
     last = outcome.evaluations[-1]

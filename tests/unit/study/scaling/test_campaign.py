@@ -93,6 +93,20 @@ def test_what_cannot_be_run_is_found_before_the_first_run(basis):
         study.check()
 
 
+def test_a_study_may_lose_messages_and_a_book_knows_how_many(tmp_path, basis, capsys):
+    asked = ["study", "workers", basis.run, *SMALL, "--workers", "4", "--factors", "1"]
+    asked += ["--strategies", "allreduce,sgp", "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--lost", "40%", "--json"]) == 0
+    with_lost = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert main(asked) == 2
+    assert "another --lost" in capsys.readouterr().err
+    assert main([*asked[:-1], str(tmp_path / "none"), "--json"]) == 0
+    without = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [with_lost[i]["apart"] == without[i]["apart"] for i in (0, 1)] == [True, False]
+    assert main([*asked, "--lost", "2"]) == 2
+    assert 'such as "0.1%"' in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("verb", "more"),
     [("workers", ["--workers", "2,4"]), ("batch", ["--batches", "8,16", "--workers", "2"])],
