@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from stretto.comm.algorithms.table import parse_table
 from stretto.sim.cluster import Cluster, Cpu, Transport
-from stretto.sim.steps import Exchange, Rhythm, price_sums, price_talks
+from stretto.sim.steps import Exchange, Rhythm, price_sums, price_talks, price_visits
 from stretto.sim.steps.pace import find_pace
 from stretto.sim.steps.talks import every_rank, stand_in
-from stretto.topology import TOPOLOGIES, named
+from stretto.sim.steps.visits import visits
+from stretto.topology import TOPOLOGIES, named, passive_peer
 
 MODEL_BYTES = 24_000_000
 STEP_S, BACKWARD_S = 1.0, 0.6
@@ -167,3 +168,52 @@ def test_thousands_of_ranks_have_a_price(name, size):
     priced = price_talks(gossip(8, 1), named(name), cluster(size // 8, 8, rate=MODEL_BYTES))
     assert priced.seconds >= priced.bound_s * (1 - 1e-9)
     assert priced.bound_s > STEP_S
+
+
+VISITING = Rhythm(STEP_S, (Exchange(MODEL_BYTES, BACKWARD_S, BACKWARD_S + STEP_S),))
+AHEAD = 8
+
+
+def visited(there: Cluster) -> float:
+    return price_visits(VISITING, passive_peer, AHEAD, there).seconds
+
+
+def test_one_rank_visits_nobody():
+    priced = price_visits(VISITING, passive_peer, AHEAD, cluster(1))
+    assert (priced.seconds, priced.bytes_per_link) == (STEP_S, 0)
+
+
+@pytest.mark.parametrize("slower", [0.1, 0.9, 1.5, 4.0])
+def test_of_two_the_one_that_visits_waits_for_the_link_or_nobody_waits(slower):
+    there = cluster(2, rate=MODEL_BYTES / slower)
+    assert visited(there) == pytest.approx(max(STEP_S, slower + 3 * there.between.latency_s))
+
+
+def test_whoever_visits_the_same_rank_waits_for_the_other():
+    """Of three ranks two visit one."""
+    assert visited(cluster(3, rate=MODEL_BYTES / 0.7)) == pytest.approx(1.4, rel=1e-2)
+    assert visited(cluster(3, rate=MODEL_BYTES / 0.3)) == pytest.approx(STEP_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("hosts", [4, 7, 16])
+def test_no_visit_is_faster_than_the_link_and_every_visitor_sends_a_model(hosts):
+    for slower in (0.5, 1.0, 3.0):
+        there = cluster(hosts, rate=MODEL_BYTES / slower)
+        priced = price_visits(VISITING, passive_peer, AHEAD, there)
+        assert priced.seconds >= priced.bound_s * (1 - 1e-9)
+        assert priced.bytes_per_link == pytest.approx(2 * ((hosts + 1) // 2) / hosts * MODEL_BYTES)
+
+
+@pytest.mark.parametrize("slower", [0.6, 1.5])
+def test_some_hosts_stand_for_many(slower):
+    there = cluster(128, rate=MODEL_BYTES / slower)
+    all_of_them = find_pace(VISITING, visits(there, passive_peer, AHEAD)).period_s
+    assert visited(there) == pytest.approx(all_of_them, rel=0.15)
+
+
+def test_ranks_that_may_run_further_apart_wait_less_for_bad_luck():
+    there = cluster(16, rate=MODEL_BYTES / 0.8)
+    tied, loose = (
+        price_visits(VISITING, passive_peer, ahead, there).seconds for ahead in (1, AHEAD)
+    )
+    assert loose < 0.95 * tied

@@ -149,7 +149,7 @@ def _meshes(shape: Shape) -> "list[Mesh]":
 
 
 _STEP_HEAD = (
-    f"{'step':>10}{'compute':>10}{'exposed':>10}{'bound':>10}{'efficiency':>12}"
+    f"{'step':>12}{'compute':>12}{'exposed':>12}{'bound':>12}{'efficiency':>12}"
     f"{'a link carries':>16}  held up by"
 )
 
@@ -171,7 +171,7 @@ def _print_step(row: "Row", width: int, *, as_json: bool) -> None:
     times = (price.seconds, price.compute_s, price.exposed_s, price.bound_s)
     print(
         f"{ranks:>8}  {row.strategy:<{width}}"
-        + "".join(f"{format_s(seconds):>10}" for seconds in times)
+        + "".join(f"{format_s(seconds):>12}" for seconds in times)
         + f"{price.efficiency:>12.1%}{format_bytes(price.bytes_per_link):>16}  {price.held_up_by}"
     )
 

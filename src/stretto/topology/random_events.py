@@ -60,12 +60,12 @@ def active_ranks(size: int) -> range:
 
 
 def passive_peer(rank: int, size: int, step: int, seed: int = 0) -> int | None:
-    """Return to whom an active ``rank`` goes after ``step``: each as likely; None: there is nobody.
+    """Return to whom ``rank`` goes after ``step``: each as likely; None where it goes to nobody.
 
     Drawn by (seed, step, rank), so that a run which is resumed goes on to the same peers.
     """
     passive = passive_ranks(size)
-    if not passive:
+    if not is_active(rank) or not passive:
         return None
     (word,) = keyed.words(1, seed=seed, step=step, segment=rank)
     return passive[keyed.below(len(passive), word)]

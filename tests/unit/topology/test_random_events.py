@@ -58,6 +58,7 @@ def test_peers_are_drawn_by_rank_seed_and_step():
     assert peers(0, 1) != peers(2, 1)
     assert peers(0, 1) != peers(0, 2)
     assert passive_peer(0, 1, 0) is None
+    assert passive_peer(3, 4, 0) is None, "who is passive goes to nobody"
 
 
 def test_a_worker_of_a_low_pace_is_slow():

@@ -3,6 +3,7 @@
 Every rank that is laid out has its line (`stretto.sim.steps.rhythm`); the event engine says when
 each stretch of it runs. A message begins when both its ends have come to where it leaves, and those
 before it on their lanes are over; it shares links and cores with all others (`stretto.sim.engine`).
+Of a visit, one end alone decides when it begins, and waits for it; the other answers at any time.
 """
 
 from collections import defaultdict
@@ -35,6 +36,8 @@ class Flow:
     uses: Mapping[str, float] = field(default_factory=dict)
     after_s: float = 0.0
     """How much later than its work ends it has arrived."""
+    visit: bool = False
+    """Whether the target has no part in when it begins, and does not wait for it."""
 
 
 class Carriage(NamedTuple):
@@ -48,6 +51,8 @@ class Carriage(NamedTuple):
     """Periods after which peers are the same again, or that are enough where they never are."""
     hosts: int = 1
     """That are laid out."""
+    most_ahead: int | None = None
+    """Periods by which nobody is further ahead than the slowest; None: only messages hold up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +134,22 @@ class _Layout:
                 done = moment.at
             if moment.which < 0:
                 ends.append([waits[0] for waits in self._computed])
+                self._hold_back(ends)
             elif moment.turn == _LEAVES:
                 self._leave(moment.period, moment.which)
             else:
                 for rank, arrived in self._arrivals[moment.period, moment.which].items():
                     self._computed[rank] += arrived
         return self._jobs, ends
+
+    def _hold_back(self, ends: list[list[int]]) -> None:
+        """Let no rank go on before all have ended the period that is as far back as they may be."""
+        ahead = self._carriage.most_ahead
+        if ahead is not None and len(ends) >= ahead:
+            number = len(self._jobs)
+            all_there = self._add(Job("meet", 0, f"meet {number}", 0.0, after=tuple(ends[-ahead])))
+            for waits in self._computed:
+                waits.append(all_there)
 
     def _moments(self, periods: int) -> list[_Moment]:
         compute_s = self._rhythm.compute_s or 1.0
@@ -165,7 +180,9 @@ class _Layout:
         sent: dict[int, list[int]] = defaultdict(list)
         for flow in self._carriage.flows(period, exchange):
             ends = {flow.source, flow.target}
-            waits = {job for rank in ends for job in self._before(rank, exchange.lane)}
+            waiting = {flow.source} if flow.visit else ends
+            waits = {job for rank in waiting for job in self._computed[rank]}
+            waits |= {job for rank in ends for job in self._lanes.get((rank, exchange.lane), ())}
             message = self._add(
                 Job(
                     "message",
@@ -183,15 +200,15 @@ class _Layout:
                 over = self._add(
                     Job("arrival", flow.source, lane, 0.0, flow.after_s, after=(message,))
                 )
+            for rank in waiting:
+                arrived[rank].append(over)
             for rank in ends:
                 sent[rank].append(message)
-                arrived[rank].append(over)
+                if flow.visit:  # also those of one period are answered one after another
+                    self._lanes[rank, exchange.lane] = [message]
         for rank, messages in sent.items():
             self._lanes[rank, exchange.lane] = messages
         self._arrivals[period, index] = arrived
-
-    def _before(self, rank: int, lane: int) -> list[int]:
-        return [*self._computed[rank], *self._lanes.get((rank, lane), ())]
 
 
 _DUE, _LEAVES, _DUE_AT_ONCE, _ENDS = range(4)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from stretto.comm.algorithms.table import AlgorithmTable
 from stretto.sim.charge import CORES, INSIDE, LATENCY, LINK, THREAD
 from stretto.sim.cluster import Cluster
-from stretto.sim.steps.pace import Paced, find_pace
+from stretto.sim.steps.pace import Carriage, Paced, find_pace
 from stretto.sim.steps.rhythm import Rhythm
 from stretto.sim.steps.sums import SumCosts
 from stretto.sim.steps.talks import OUT, every_rank, stand_in, toll
+from stretto.sim.steps.visits import Whom, part_of, visits
 from stretto.topology import Topology
 
 COMPUTATION = "computation"
@@ -95,6 +96,20 @@ def price_talks(rhythm: Rhythm, topology: Topology, cluster: Cluster) -> StepPri
     topology.check(size)
     followed = size * len(rhythm.exchanges) <= MOST_MESSAGES
     carriage = every_rank(topology, cluster) if followed else stand_in(rhythm, topology, cluster)
+    return _price_messages(rhythm, carriage, cluster)
+
+
+def price_visits(rhythm: Rhythm, whom: Whom, most_ahead: int, cluster: Cluster) -> StepPrice:
+    """Return the price where some ranks visit others beside their steps, and these only answer.
+
+    Ranks are at most ``most_ahead`` periods ahead of the slowest. Of many hosts, some stand for
+    all.
+    """
+    part = part_of(cluster)
+    return _price_messages(rhythm, visits(part, whom, most_ahead), part)
+
+
+def _price_messages(rhythm: Rhythm, carriage: Carriage, cluster: Cluster) -> StepPrice:
     paced = find_pace(rhythm, carriage)
     out_s = sum(busy for name, busy in paced.busy_s.items() if name.startswith(OUT))
     num_bytes = out_s / carriage.hosts * cluster.between.bytes_per_s

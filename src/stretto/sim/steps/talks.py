@@ -62,15 +62,7 @@ def every_rank(topology: Topology, cluster: Cluster) -> Carriage:
 
     @cache
     def way(num_bytes: float, source: int, target: int) -> Flow:
-        ends = (mesh.host_of(source), mesh.host_of(target))
-        taken = toll(cluster, num_bytes, between=ends[0] != ends[1])
-        uses = {f"{THREAD} {source}": taken.core, f"{THREAD} {target}": taken.core}
-        if taken.link:
-            uses |= {f"{OUT} {ends[0]}": taken.link, f"{LINK} into {ends[1]}": taken.link}
-        for host in ends:
-            pool = f"{CORES} {0 if cluster.cpu.pool == 'shared' else host}"
-            uses[pool] = uses.get(pool, 0.0) + taken.core / cluster.cpu.cores
-        return Flow(source, target, taken.work_s, taken.delay_s, uses)
+        return message(cluster, num_bytes, source, target)
 
     def flows(period: int, exchange: Exchange) -> Sequence[Flow]:
         return [
@@ -80,6 +72,19 @@ def every_rank(topology: Topology, cluster: Cluster) -> Carriage:
         ]
 
     return Carriage(size, flows, topology.period(size) or _DRAWN, mesh.hosts)
+
+
+def message(cluster: Cluster, num_bytes: float, source: int, target: int) -> Flow:
+    """Return one message from rank to rank."""
+    ends = (cluster.mesh.host_of(source), cluster.mesh.host_of(target))
+    taken = toll(cluster, num_bytes, between=ends[0] != ends[1])
+    uses = {f"{THREAD} {source}": taken.core, f"{THREAD} {target}": taken.core}
+    if taken.link:
+        uses |= {f"{OUT} {ends[0]}": taken.link, f"{LINK} into {ends[1]}": taken.link}
+    for host in ends:
+        pool = f"{CORES} {0 if cluster.cpu.pool == 'shared' else host}"
+        uses[pool] = uses.get(pool, 0.0) + taken.core / cluster.cpu.cores
+    return Flow(source, target, taken.work_s, taken.delay_s, uses)
 
 
 def stand_in(rhythm: Rhythm, topology: Topology, cluster: Cluster) -> Carriage:

@@ -52,7 +52,7 @@ class Live:
     def say(self, said: Sequence[Tensor]) -> None:
         """Write down what it is now."""
         with self.lock:
-            self._say(said)
+            torch._foreach_copy_(list(said), self._flats)
 
     @torch.no_grad()
     def meet(self, said: Sequence[Tensor], heard: Sequence[Tensor]) -> None:
@@ -61,18 +61,5 @@ class Live:
         The values may have moved on since they were said: so does the mean with them.
         """
         with self.lock:
-            self._meet(said, heard)
-
-    @torch.no_grad()
-    def answer(self, said: Sequence[Tensor], heard: Sequence[Tensor]) -> None:
-        """Write down what it is, and meet what was heard, in one moment."""
-        with self.lock:
-            self._say(said)
-            self._meet(said, heard)
-
-    def _say(self, said: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(list(said), self._flats)
-
-    def _meet(self, said: Sequence[Tensor], heard: Sequence[Tensor]) -> None:
-        for flat, mine, theirs in zip(self._flats, said, heard, strict=True):
-            flat += half_way(mine, theirs)
+            for flat, mine, theirs in zip(self._flats, said, heard, strict=True):
+                flat += half_way(mine, theirs)

@@ -3,9 +3,10 @@
 ::
 
     active                                        passive
-    visit    a word and the model  ------------>  hears the word, then the model; in one moment
-             the model as it was   <------------  says what it has, and goes half way
-             goes half way
+    visit    a word                ------------>  hears it
+             the model             <----------->  the model, both at once
+             goes half way                        goes half way
+             hears it              <------------  "so have I": the visit is over for both
     rest     "no more for now"     ------------>  has heard it from all who are active: nothing is
                                                   under way
 
@@ -29,7 +30,7 @@ from stretto.topology.random_events import Act, active_ranks, is_active, passive
 
 LANE = 1
 """Apart from what all ranks do together, on lane 0."""
-_VISIT, _NO_MORE = 1.0, 0.0
+_VISIT, _NO_MORE, _SO_HAVE_I = 1.0, 0.0, 2.0
 
 Whom = Callable[[int], int | None]
 """From a step to the peer that an active rank visits after it; None: there is nobody."""
@@ -100,6 +101,7 @@ class Active:
             sends = [torch.tensor([_VISIT]), *self._said]
             self._channel.exchange(_parcels(peer, sends), _parcels(peer, self._heard))
             self._live.meet(self._said, self._heard)
+            self._channel.exchange([], [Parcel(peer, torch.empty(1), LANE)])
 
 
 class Passive:
@@ -144,9 +146,10 @@ class Passive:
 
     def _answer(self, peer: int) -> None:
         with self._answering:  # one after another: there is one room
-            self._channel.exchange([], _parcels(peer, self._heard))
-            self._live.answer(self._said, self._heard)
-            self._channel.exchange(_parcels(peer, self._said), [])
+            self._live.say(self._said)
+            self._channel.exchange(_parcels(peer, self._said), _parcels(peer, self._heard))
+            self._live.meet(self._said, self._heard)
+            self._channel.exchange([Parcel(peer, torch.tensor([_SO_HAVE_I]), LANE)], [])
 
 
 class _Worker:

@@ -7,18 +7,25 @@ from stretto.cluster.world import Mesh, World
 from stretto.errors import ConfigError, StrettoError
 from stretto.run import RunConfig
 from stretto.sim.steps import StepPrice
-from stretto.strategy import AllReduceConfig, GossipConfig, NoLoCoConfig, ShardedConfig
+from stretto.strategy import (
+    ADPSGDConfig,
+    AllReduceConfig,
+    GossipConfig,
+    NoLoCoConfig,
+    ShardedConfig,
+)
 from stretto.strategy.local.config import AveragedConfig
 from stretto.study.predicted.setting import Setting
 from stretto.study.predicted.shards import price_sharded
 from stretto.study.predicted.subject import Source, Subject
 from stretto.study.predicted.sums import price_allreduce, price_averaged, price_pairs
-from stretto.study.predicted.talks import price_gossip
+from stretto.study.predicted.talks import price_asynchronous, price_gossip
 from stretto.study.predicted.variants import Variant
 
 PRICED: Sequence[tuple[type, Callable[[Setting], StepPrice]]] = (
     (AllReduceConfig, price_allreduce),
     (GossipConfig, price_gossip),
+    (ADPSGDConfig, price_asynchronous),
     (AveragedConfig, price_averaged),
     (NoLoCoConfig, price_pairs),
     (ShardedConfig, price_sharded),

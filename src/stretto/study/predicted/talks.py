@@ -1,11 +1,12 @@
-"""Prices of gossip: segments leave as they are updated, and count so many rounds later."""
+"""Prices of gossip: segments leave as they are updated, or models visit others beside steps."""
 
 from stretto.comm.buckets import WIRE
 from stretto.errors import ConfigError
-from stretto.sim.steps import Exchange, Rhythm, StepPrice, price_talks
-from stretto.strategy import GossipConfig
+from stretto.sim.steps import Exchange, Rhythm, StepPrice, price_talks, price_visits
+from stretto.strategy import ADPSGDConfig, GossipConfig
 from stretto.strategy.gossip.segments import Named, cut_segments
 from stretto.study.predicted.setting import Setting
+from stretto.train.loose import LAG
 
 _READ = {"kind", "topology", "peers", "segments", "delay", "every", "seed", "wire", "lanes"}
 """Settings that the price follows from."""
@@ -42,6 +43,20 @@ def price_gossip(setting: Setting) -> StepPrice:
         exchanges.append(Exchange(num_bytes, leaves_s, due_s, index % lanes, number))
     rhythm = Rhythm(every * line.step_s, tuple(exchanges), every, line.slowdown)
     return price_talks(rhythm, strategy.who(), setting.cluster)
+
+
+def price_asynchronous(setting: Setting) -> StepPrice:
+    """Return the price of a step of ranks that visit others after an update, beside the next step.
+
+    A visit is over before the next one begins. Those who are visited do not wait.
+    """
+    strategy, line = setting.strategy, setting.line
+    assert isinstance(strategy, ADPSGDConfig)
+    num_bytes = sum(p.nbytes for p in setting.known.model.parameters() if p.requires_grad)
+    leaves_s = line.forward_at_s
+    exchange = Exchange(num_bytes, leaves_s, leaves_s + line.step_s)
+    rhythm = Rhythm(line.step_s, (exchange,), slowdown=line.slowdown)
+    return price_visits(rhythm, strategy.whom, LAG, setting.cluster)
 
 
 def _check_read(strategy: GossipConfig) -> None:
