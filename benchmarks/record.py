@@ -25,10 +25,13 @@ ROOT = Path(__file__).parents[1]
 def main() -> int:
     """Record one command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name")
-    parser.add_argument("command", nargs="+")
-    args = parser.parse_args()
-    code, _ = record(args.name, args.command)
+    parser.add_argument("name", help="followed by -- and the command")
+    # Cut by hand: argparse would take out the command's own "--" as well.
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, command = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    if not command:
+        parser.error("say what to run, behind --")
+    code, _ = record(args.name, command)
     return code
 
 
