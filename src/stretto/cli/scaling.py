@@ -33,6 +33,8 @@ class Asked:
     """CPU threads of each."""
     lost: str = "0"
     """Share of gossip's messages that never arrive, as 1%; exact strategies wait for every one."""
+    device: str = "cpu"
+    """cpu, or cuda: what all workers do in a step is recorded once and played again."""
     out: Path = Path("study")
     """The folder of the study: an interrupted one goes on there; study.html tells it."""
     json: bool = False
@@ -109,7 +111,8 @@ def _study(
             raise ConfigError(f"--{name} {getattr(how, name)}: expected at least 1")
     words = [word.strip() for word in how.strategies.split(",")]
     wanted = tuple(Point(word, count, size) for word in words for count, size in points)
-    basis = Basis(str(run), tuple(overrides), how.threads, parse_fraction(how.lost))
+    lost = parse_fraction(how.lost)
+    basis = Basis(str(run), tuple(overrides), how.threads, lost, how.device)
     planned = Study(basis, wanted, Sweep(_factors(how.factors), how.seeds))
     planned.check()
     book = Book(how.out, planned.about())

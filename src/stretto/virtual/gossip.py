@@ -5,6 +5,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.comm.buckets import WIRE
+from stretto.comm.schedule import chunk_bounds
 from stretto.optim.combining import pull_, take_in_
 from stretto.optim.rules import across, multiply_
 from stretto.strategy import GossipConfig
+from stretto.strategy.gossip.coded import CODECS
 from stretto.strategy.gossip.segments import cut_segments
 from stretto.topology import keyed
 from stretto.topology.stacked import heard
+from stretto.virtual.consensus import StackedConsensus
 from stretto.virtual.stack import Stack
 
 _WORD = 2.0**64
@@ -54,8 +58,9 @@ class Exchanges(ABC):
         cut = cut_segments(model, config.segments)
         self._segments = [[stack.values[name].detach() for name, _ in named] for named in cut]
         self._names = [[name for name, _ in named] for named in cut]
-        self._wire = WIRE[config.wire]
+        self._wire = WIRE.get(config.wire)
         self._rounds: list[deque[list[Tensor]]] = [deque() for _ in cut]
+        self._consensus = StackedConsensus(config, self._segments)
 
     @abstractmethod
     def before_update(self) -> None:
@@ -64,11 +69,13 @@ class Exchanges(ABC):
     @torch.no_grad()
     def after_update(self, step: int, lr: float) -> None:
         """Let every segment take part in the step's round, if there is one; or all meet instead."""
-        if self._config.averages_after(step):
+        due = self._consensus.asks or self._config.averages_after(step)
+        if due:
             for index in range(len(self._segments)):
                 self._begin_again(index)
         elif (step + 1) % self._config.every == 0:
             self._meet_peers(step)
+        self._consensus.end(step, met=due)
 
     def _meet_peers(self, step: int) -> None:
         for index, segment in enumerate(self._segments):
@@ -149,6 +156,55 @@ class Mixed(Exchanges):
 
     def _whole(self, index: int) -> list[Tensor]:
         return self._segments[index]
+
+
+class Coded(Mixed):
+    """Parties tell how far they are from what all last had in common, in a codec's bytes.
+
+    `stretto.strategy.gossip.coded` has the rule. Members of a group each encode their shard.
+    """
+
+    def __init__(
+        self, config: GossipConfig, model: nn.Module, stack: Stack, lost: float = 0.0
+    ) -> None:
+        super().__init__(config, model, stack, lost)
+        self._codec = CODECS[config.wire]
+        self._width = len(stack.modules) // stack.parties
+        self._references = [self._flat(index) for index in range(len(self._segments))]
+        self._left = [torch.zeros_like(flat) for flat in self._references]
+
+    def _said(self, index: int, who: Who) -> list[Tensor]:
+        self._left[index] += self._flat(index) - self._references[index]
+        segment = self._segments[index]
+        said = self._decoded(self._left[index])
+        self._left[index] -= said
+        told = said.to(segment[0].dtype)
+        change = torch.zeros_like(told)
+        others = [told[column] for column in who.who.unbind(1)]
+        pull_(change, told, others, who.weights.unbind(1))
+        parts = change.split([value[0].numel() for value in segment], dim=1)
+        return [part.view_as(value) for part, value in zip(parts, segment, strict=True)]
+
+    def _begin_again(self, index: int) -> None:
+        """Begin again with a new reference, of which nothing is left out."""
+        super()._begin_again(index)
+        self._references[index] = self._flat(index)
+        self._left[index].zero_()
+
+    def _flat(self, index: int) -> Tensor:
+        """Return a segment of all parties, [P, n]."""
+        flat = torch.cat([value.flatten(1) for value in self._segments[index]], dim=1)
+        return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+    def _decoded(self, wanted: Tensor) -> Tensor:
+        """Return what others will understand of it."""
+        place = wanted.float().flatten()
+        bounds = chunk_bounds(wanted.shape[1], self._width)
+        chunks = [end - start for start, end in pairwise(bounds)] * len(wanted)
+        work = place.new_empty(self._codec.num_working(chunks, place.device))
+        wire = place.new_empty(self._codec.num_bytes(chunks), dtype=torch.uint8)
+        self._codec.lay(place, chunks, wire, work).encode()  # and leaves what is decoded
+        return place.view_as(wanted).to(wanted.dtype)
 
 
 class Pushed(Exchanges):

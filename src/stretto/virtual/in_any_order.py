@@ -26,7 +26,7 @@ class InAnyOrder:
     def __init__(self, learners: Learners, seed: int, all_meet: Callable[[int], bool]) -> None:
         """Make it; ``all_meet`` says after which steps."""
         self._learners, self._seed, self._all_meet = learners, seed, all_meet
-        config, model = learners.config, learners.prepared.model
+        config, model = learners.config, learners.model
         self._rows = [learners.stack.rows.of(worker) for worker in range(learners.workers)]
         self._optimizers = [
             stacked_optimizer(config.optim, model, rows.values, peak_lr=learners.derived.lr)

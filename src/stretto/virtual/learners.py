@@ -1,8 +1,10 @@
 """What each virtual worker does by itself: its samples, forward and backward of its own module."""
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from stretto.data.loader import LoadedShare
@@ -21,14 +23,24 @@ Part = tuple[Tensor, Tensor]
 class Learners:
     """Workers with their models and their shares of the data."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, workers: int, parties: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        workers: int,
+        parties: int,
+        device: torch.device,
+    ) -> None:
         self.config, self.prepared, self.workers = config, prepared, workers
+        self.device = device
+        self.model = copy.deepcopy(prepared.model).to(device)
+        """Like everybody's at the beginning."""
         source = prepared.source
         self.total_steps = count_steps(config.train, source.num_samples)
         self.epoch_steps = count_epoch_steps(config.train, source.num_samples)
         self._pass_steps = steps_per_epoch(source.num_samples, config.train.batch)
         self.derived = derived_for(config, source.num_samples)
-        self.stack = Stack(prepared.model, workers, parties)
+        self.stack = Stack(self.model, workers, parties)
 
     def shares(self) -> Iterator[Share]:
         """Yield the samples of each step, worker after worker."""
@@ -49,7 +61,8 @@ class Learners:
                 f"step {step + 1}: {sum(sizes) - len(batch.inputs)} samples could not be read; "
                 "virtual workers cannot tell whose they were: mend the data, see stretto train"
             )
-        return list(zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True))
+        inputs, targets = (t.to(self.device) for t in (batch.inputs, batch.targets))
+        return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
 
     def learn(self, step: int, worker: int, part: Part, num_samples: int) -> float:
         """Add one worker's gradients to its model's; return what its losses add up to.

@@ -53,10 +53,10 @@ class Rounds:
         found = heard(self._config.who(), self._stack.parties, number, fragment.turn)
         moved = []
         for start, now in fragment.both():
-            mean = now * across(torch.as_tensor(found.own, dtype=now.dtype), now)
-            for column, weight in zip(found.who.T, found.weights.T, strict=True):
-                share = across(torch.as_tensor(weight, dtype=now.dtype), now)
-                mean += now[torch.as_tensor(column)] * share
+            own, weights = (torch.as_tensor(a).to(now) for a in (found.own, found.weights))
+            mean = now * across(own, now)
+            for column, weight in zip(found.who.T, weights.unbind(1), strict=True):
+                mean += now[column] * across(weight, now)
             moved.append(start - mean)
         return moved
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.cluster.world import Mesh
-from stretto.comm.buckets import WIRE
 from stretto.errors import ConfigError
 from stretto.strategy import (
     AllReduceConfig,
@@ -19,8 +18,9 @@ from stretto.strategy import (
     LocalConfig,
     ShardedConfig,
 )
+from stretto.strategy.gossip.coded import CODECS
 from stretto.strategy.gossip.group import HOSTS, group_of
-from stretto.virtual.gossip import Exchanges, Mixed, Pushed
+from stretto.virtual.gossip import Coded, Exchanges, Mixed, Pushed
 from stretto.virtual.local import Rounds
 from stretto.virtual.stack import Stack
 
@@ -87,16 +87,6 @@ def _check_gossip(config: GossipConfig) -> None:
         raise ConfigError(
             f"strategy.groups = {HOSTS!r}: virtual workers have no hosts: say how many groups"
         )
-    if config.wire not in WIRE:
-        raise ConfigError(
-            f"strategy.wire = {config.wire!r}: virtual workers send {', '.join(WIRE)}"
-        )
-    if config.consensus_limit is not None:
-        raise ConfigError(
-            f"strategy.consensus_limit = {config.consensus_limit:g}: virtual workers measure how "
-            "far apart they are when they are evaluated, and do nothing about it: say after how "
-            "many steps they become their mean with strategy.exact_every"
-        )
 
 
 def check_lost(config: AnyStrategyConfig, lost: float) -> None:
@@ -126,8 +116,13 @@ def build_meeting(
     Of gossip's messages a share of ``lost`` never arrives.
     """
     if isinstance(config, GossipConfig):
-        kind: type[Exchanges] = Pushed if config.pushes else Mixed
-        return kind(config, model, stack, lost)
+        return _exchanges(config)(config, model, stack, lost)
     if isinstance(config, LocalConfig):
         return Rounds(config, model, stack, optimizer)
     return Synchronous(stack)
+
+
+def _exchanges(config: GossipConfig) -> type[Exchanges]:
+    if config.pushes:
+        return Pushed
+    return Coded if config.wire in CODECS else Mixed

@@ -66,16 +66,17 @@ def train_virtually(
     tell: Told = lambda *_: None,
     *,
     lost: float = 0.0,
+    device: str = "cpu",
 ) -> Outcome:
     """Train as ``workers`` ranks would, and return how that went.
 
     A loss that is not finite ends the run; that is an outcome, not an error. Of gossip's messages
-    a share of ``lost`` never arrives.
+    a share of ``lost`` never arrives. On "cuda" what all workers do in a step is recorded once.
 
     Raises:
-        ConfigError: Workers cannot train like this, at this number of them.
+        ConfigError: Workers cannot train like this, at this number of them, or not here.
     """
-    run = _Run(config, prepared, workers, lost)
+    run = _Run(config, prepared, workers, lost, find_device(device))
     began_s = time.monotonic()
     losses: list[float] = []
     evaluations: list[EvalDone] = []
@@ -115,11 +116,18 @@ class Pace(Protocol):
 class _Run:
     """A run's workers, and how they are looked at."""
 
-    def __init__(self, config: RunConfig, prepared: Prepared, workers: int, lost: float) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        workers: int,
+        lost: float,
+        device: torch.device,
+    ) -> None:
         parties = check_virtual(config, workers, lost)
-        self.learners = Learners(config, prepared, workers, parties)
+        self.learners = Learners(config, prepared, workers, parties, device)
         self._train, self._stack = config.train, self.learners.stack
-        self._mean = copy.deepcopy(prepared.model)
+        self._mean = copy.deepcopy(self.learners.model)
         strategy = config.strategy
         self.pace: Pace = (
             InAnyOrder(self.learners, strategy.seed, self.all_meet)
@@ -181,8 +189,23 @@ class _Run:
             self._mean,
             Look(self._train, learners.prepared.source, seed, done, workers),
             range(workers),
-            lambda inputs: forward_in(self._train.precision, self._mean, inputs),
+            lambda inputs: forward_in(
+                self._train.precision, self._mean, inputs.to(learners.device)
+            ),
         )
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device of that name, on which all workers are.
+
+    Raises:
+        ConfigError: It is not known, or not here.
+    """
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: expected cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave it out")
+    return torch.device(name)
 
 
 def check_virtual(config: RunConfig, workers: int, lost: float = 0.0) -> int:

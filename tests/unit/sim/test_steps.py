@@ -7,7 +7,7 @@ import pytest
 from stretto.comm.algorithms.table import parse_table
 from stretto.sim.charge import CORES, INSIDE, LATENCY, LINK
 from stretto.sim.price import price
-from stretto.sim.steps import Exchange, Rhythm, price_sums, price_talks
+from stretto.sim.steps import Exchange, Rhythm, of_topology, price_sums, price_talks
 from stretto.sim.steps.sums import SumCosts
 from stretto.topology import named
 from tests.laws.test_steps import cluster
@@ -20,9 +20,13 @@ def one(num_bytes: float, leaves_s: float, due_s: float, compute_s: float = 1.0)
     return Rhythm(compute_s, (Exchange(num_bytes, leaves_s, due_s),))
 
 
+def talked(rhythm, topology, there):
+    return price_talks(rhythm, of_topology(topology, there.mesh.size), there)
+
+
 def test_what_is_due_at_once_is_waited_for():
     there = cluster(4, rate=RATE)
-    priced = price_talks(one(RATE, 0.6, 0.6), EXPONENTIAL, there)
+    priced = talked(one(RATE, 0.6, 0.6), EXPONENTIAL, there)
     assert priced.seconds == pytest.approx(1 + 1 + there.between.latency_s)
     assert priced.exposed_s == pytest.approx(1 + there.between.latency_s)
     assert priced.efficiency == pytest.approx(0.5, rel=1e-3)
@@ -30,17 +34,17 @@ def test_what_is_due_at_once_is_waited_for():
 
 
 def test_what_has_time_to_travel_is_hidden():
-    priced = price_talks(one(RATE / 4, 0.6, 0.9), EXPONENTIAL, cluster(4, rate=RATE))
+    priced = talked(one(RATE / 4, 0.6, 0.9), EXPONENTIAL, cluster(4, rate=RATE))
     assert priced.seconds == pytest.approx(1)
     assert priced.held_up_by == "computation"
     # A tenth of a second too little time.
-    late = price_talks(one(RATE * 0.4, 0.6, 0.9), EXPONENTIAL, cluster(4, rate=RATE))
+    late = talked(one(RATE * 0.4, 0.6, 0.9), EXPONENTIAL, cluster(4, rate=RATE))
     assert late.seconds == pytest.approx(1.1, rel=1e-3)
 
 
 def test_a_round_now_and_then_is_shared_by_its_steps():
     rhythm = replace(one(RATE, 4.0, 4.0, compute_s=4.0), steps=4)
-    priced = price_talks(rhythm, EXPONENTIAL, cluster(4, rate=RATE))
+    priced = talked(rhythm, EXPONENTIAL, cluster(4, rate=RATE))
     assert priced.seconds == pytest.approx((4 + 1) / 4, rel=1e-3)
     assert priced.compute_s == 1
     assert priced.bytes_per_link == pytest.approx(RATE / 4)
@@ -49,13 +53,13 @@ def test_a_round_now_and_then_is_shared_by_its_steps():
 def test_ranks_of_a_host_share_its_link():
     """Of a ring of hosts of two, each rank has one peer on its host and one elsewhere."""
     there = cluster(4, 2, rate=RATE)
-    priced = price_talks(one(RATE, 0.6, 0.6), named("ring"), there)
+    priced = talked(one(RATE, 0.6, 0.6), named("ring"), there)
     assert priced.bytes_per_link == pytest.approx(2 * RATE)
     assert priced.seconds == pytest.approx(1 + 2, rel=1e-3)
 
 
 def test_peers_on_one_host_use_no_link():
-    priced = price_talks(one(50 * RATE, 0.6, 0.6), EXPONENTIAL, cluster(1, 4, rate=RATE))
+    priced = talked(one(50 * RATE, 0.6, 0.6), EXPONENTIAL, cluster(1, 4, rate=RATE))
     assert priced.bytes_per_link == 0
     assert priced.bound_s == 1
     assert priced.seconds == pytest.approx(1.5, rel=1e-3)
@@ -64,20 +68,20 @@ def test_peers_on_one_host_use_no_link():
 
 def test_cores_and_latency_are_named_where_they_hold_a_step_up():
     busy = cluster(4, rate=1e12, s_per_byte_between=4e-7)
-    priced = price_talks(one(RATE, 0.6, 0.6), EXPONENTIAL, busy)
+    priced = talked(one(RATE, 0.6, 0.6), EXPONENTIAL, busy)
     assert priced.held_up_by in {CORES, "I/O thread of a rank"}
     far = busy.between.model_copy(update={"latency_s": 0.5})
     there = cluster(4, rate=1e12).model_copy(update={"between": far})
-    assert price_talks(one(1000, 0.6, 0.6), EXPONENTIAL, there).held_up_by == LATENCY
+    assert talked(one(1000, 0.6, 0.6), EXPONENTIAL, there).held_up_by == LATENCY
 
 
 def test_computation_beside_messages_is_slower():
     """The link is busy all the time: computation takes the whole of its factor."""
     there = cluster(4, rate=RATE)
     slow = replace(one(RATE, 0.5, 1.5), slowdown=1.5)
-    assert price_talks(slow, EXPONENTIAL, there).seconds == pytest.approx(1.5, rel=0.12)
+    assert talked(slow, EXPONENTIAL, there).seconds == pytest.approx(1.5, rel=0.12)
     idle = replace(one(RATE / 1000, 0.5, 1.5), slowdown=1.5)
-    assert price_talks(idle, EXPONENTIAL, there).seconds == pytest.approx(1.0, rel=1e-2)
+    assert talked(idle, EXPONENTIAL, there).seconds == pytest.approx(1.0, rel=1e-2)
 
 
 def test_a_sum_that_is_waited_for_costs_its_price():

@@ -183,6 +183,9 @@ class _Layout:
             waiting = {flow.source} if flow.visit else ends
             waits = {job for rank in waiting for job in self._computed[rank]}
             waits |= {job for rank in ends for job in self._lanes.get((rank, exchange.lane), ())}
+            if exchange.follows is not None:
+                before = self._arrivals[period, exchange.follows]
+                waits |= {job for rank in ends for job in before.get(rank, ())}
             message = self._add(
                 Job(
                     "message",

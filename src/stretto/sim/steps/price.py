@@ -10,9 +10,8 @@ from stretto.sim.cluster import Cluster
 from stretto.sim.steps.pace import Carriage, Paced, find_pace
 from stretto.sim.steps.rhythm import Rhythm
 from stretto.sim.steps.sums import SumCosts
-from stretto.sim.steps.talks import OUT, every_rank, stand_in, toll
+from stretto.sim.steps.talks import OUT, Talk, every_rank, stand_in, toll
 from stretto.sim.steps.visits import Whom, part_of, visits
-from stretto.topology import Topology
 
 COMPUTATION = "computation"
 MOST_MESSAGES = 200
@@ -84,18 +83,13 @@ def price_sums(rhythm: Rhythm, table: AlgorithmTable, cluster: Cluster) -> StepP
     return _bill(rhythm, cluster, paced, num_bytes, spent_s)
 
 
-def price_talks(rhythm: Rhythm, topology: Topology, cluster: Cluster) -> StepPrice:
-    """Return the price where exchanges are with the peers of ``topology``, a round in each period.
+def price_talks(rhythm: Rhythm, talk: Talk, cluster: Cluster) -> StepPrice:
+    """Return the price where exchanges are with peers, a round in each period.
 
     Few ranks are all followed; of many, one stands for all (a law ties the two).
-
-    Raises:
-        ConfigError: So many ranks cannot have that topology.
     """
-    size = cluster.mesh.size
-    topology.check(size)
-    followed = size * len(rhythm.exchanges) <= MOST_MESSAGES
-    carriage = every_rank(topology, cluster) if followed else stand_in(rhythm, topology, cluster)
+    followed = cluster.mesh.size * len(rhythm.exchanges) <= MOST_MESSAGES
+    carriage = every_rank(talk, cluster) if followed else stand_in(rhythm, talk, cluster)
     return _price_messages(rhythm, carriage, cluster)
 
 
@@ -125,11 +119,13 @@ def _spent(rhythm: Rhythm, cluster: Cluster, paced: Paced) -> dict[str, float]:
     inside_s = sum(toll(cluster, e.num_bytes, between=False).work_s for e in rhythm.exchanges)
     outside = bool(spent_s[LINK])
     latency_s = cluster.between.latency_s if outside else cluster.inside.latency_s
-    lanes = max(Counter(e.lane for e in rhythm.exchanges).values(), default=0)
+    hops = Counter[int]()
+    for exchange in rhythm.exchanges:
+        hops[exchange.lane] += exchange.hops
     talks = bool(paced.busy_s)
     return spent_s | {
         INSIDE: inside_s * (talks and not outside),
-        LATENCY: latency_s * lanes * talks,
+        LATENCY: latency_s * max(hops.values(), default=0) * talks,
     }
 
 

@@ -24,6 +24,12 @@ class Exchange:
     """Exchanges of one lane follow each other."""
     number: int = 0
     """Of the segment, for topologies that draw peers for each."""
+    inside: bool = False
+    """Whether it goes round the members of a group, instead of to peers."""
+    hops: int = 1
+    """Messages that follow each other in it: each has the latency of the way."""
+    follows: int | None = None
+    """The exchange, by its place in the period, without which it cannot leave."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,24 @@ def chosen(first: int, count: int, share: float) -> NDArray[np.int64]:
     return np.sort(np.argsort(_hashed(first, count), kind="stable")[:FEWEST])
 
 
+class Sampled(NamedTuple):
+    """The coordinates of all segments that are looked at."""
+
+    places: list[NDArray[np.int64]]
+    """Of each segment, from 0 on."""
+    weights: NDArray[np.float64]
+    """How many coordinates each of all these stands for."""
+
+
+def sampled(sizes: Sequence[int], share: float) -> Sampled:
+    """Return what is looked at of segments of these sizes, in this order."""
+    firsts = np.cumsum([0, *sizes]).tolist()
+    places = [chosen(at, count, share) for at, count in zip(firsts, sizes, strict=False)]
+    counts = [len(place) for place in places]
+    stands_for = [size / max(1, count) for size, count in zip(sizes, counts, strict=True)]
+    return Sampled(places, np.repeat(np.array(stands_for), counts))
+
+
 def _hashed(first: int, count: int) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each index, by the finalizer of SplitMix64.
 
@@ -93,11 +111,8 @@ class Consensus:
         self._channel = channel
         self._pending: Pending | None = None
         sizes = [sum(value.numel() for value in values) for values in segments]
-        firsts = np.cumsum([0, *sizes]).tolist()
-        places = [chosen(at, count, share) for at, count in zip(firsts, sizes, strict=False)]
+        places, self._weights = sampled(sizes, share)
         counts = [len(place) for place in places]
-        stands_for = [size / max(1, count) for size, count in zip(sizes, counts, strict=True)]
-        self._weights = np.repeat(np.array(stands_for), counts)
         device = segments[0][0].device if segments else torch.device("cpu")
         self._seen = torch.zeros(sum(counts), dtype=torch.float64, device=device)
         self._norms = torch.zeros(len(segments), dtype=torch.float64, device=device)

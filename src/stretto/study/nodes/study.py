@@ -13,7 +13,7 @@ from stretto.plan.profile import read_profile
 from stretto.run import RunConfig, flat_settings
 from stretto.sim.choosing import described
 from stretto.sim.cluster import Cluster
-from stretto.strategy import GossipConfig, LocalConfig
+from stretto.strategy import ADPSGDConfig, GossipConfig, LocalConfig
 from stretto.study.nodes.lab import Measure, Order
 from stretto.study.nodes.record import Cell, Record, check_same
 from stretto.study.predicted.prices import Predictor, with_samples
@@ -22,6 +22,8 @@ from stretto.study.predicted.variants import Variant
 from stretto.units import format_s
 
 Say = Callable[[str], None]
+_APART = 6
+"""How many times as long ranks are timed that wait for nobody's step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,14 @@ def _order(plan: Plan, variant: Variant, mesh: Mesh) -> Order:
 
 
 def timed_steps(config: RunConfig) -> int:
-    """Return how many steps are timed as one: whole periods, as long as others at least."""
+    """Return how many steps are timed as one: whole periods, as long as others at least.
+
+    Where ranks do not wait for each other's steps, so many that luck counts for little: what is
+    timed ends with the slowest of them.
+    """
     strategy = config.strategy
+    if isinstance(strategy, ADPSGDConfig):
+        return _APART * STEPS
     every = strategy.every if isinstance(strategy, GossipConfig | LocalConfig) else 1
     return every * -(-STEPS // every)
 

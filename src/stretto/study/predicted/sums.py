@@ -11,7 +11,14 @@ from stretto.comm.codecs import parse_wire
 from stretto.errors import ConfigError
 from stretto.sim.choosing import ASSUMED, choose_alone, choose_table
 from stretto.sim.presets import preset
-from stretto.sim.steps import Exchange, Rhythm, StepPrice, price_sums, price_talks
+from stretto.sim.steps import (
+    Exchange,
+    Rhythm,
+    StepPrice,
+    of_topology,
+    price_sums,
+    price_talks,
+)
 from stretto.strategy import AllReduceConfig, NoLoCoConfig, PostLocalConfig
 from stretto.strategy.allreduce import AUTO, bucket_cuts, tuned
 from stretto.strategy.local.config import AveragedConfig, LocalConfig
@@ -83,7 +90,8 @@ def price_pairs(setting: Setting) -> StepPrice:
     """Return the same where ranks meet in pairs, and wait for each other at once."""
     strategy = setting.strategy
     assert isinstance(strategy, NoLoCoConfig)
-    return price_talks(_rounds(setting, strategy, None), strategy.who(), setting.cluster)
+    talk = of_topology(strategy.who(), setting.cluster.mesh.size)
+    return price_talks(_rounds(setting, strategy, None), talk, setting.cluster)
 
 
 def _rounds(setting: Setting, strategy: LocalConfig, wire: torch.dtype | None) -> Rhythm:

@@ -6,11 +6,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 
 from stretto.errors import StrettoError
+from stretto.launch.parent import end_with_parent
 from stretto.run import flat_settings, prepare
 from stretto.study.scaling.book import Book
 from stretto.study.scaling.cells import Basis, run_cell
 from stretto.study.scaling.sweep import Cell, Done, Point, Sweep
-from stretto.virtual import check_virtual
+from stretto.virtual import check_virtual, find_device
 
 Say = Callable[[str], None]
 
@@ -28,9 +29,13 @@ class Study:
         settings = flat_settings(self.basis.config(Cell(self.points[0], 1.0, 0)))
         free = ("strategy.", "run.", "train.batch")
         kept = {key: value for key, value in settings.items() if not key.startswith(free)}
-        lost = {"--lost": self.basis.lost} if self.basis.lost else {}
+        asked: dict[str, object] = {"--factors": list(self.sweep.factors)}
+        if self.basis.lost:
+            asked["--lost"] = self.basis.lost
+        if self.basis.device != "cpu":  # it rounds otherwise
+            asked["--device"] = self.basis.device
         # More seeds, and more points, may be asked for later.
-        return {**kept, **lost, "--factors": list(self.sweep.factors)}
+        return kept | asked
 
     def check(self) -> None:
         """Find mistakes before the first run.
@@ -38,6 +43,7 @@ class Study:
         Raises:
             ConfigError: Some point cannot be run, or the model cannot learn the data.
         """
+        find_device(self.basis.device)
         for point in self.points:
             config = self.basis.config(Cell(point, 1.0, 0))
             check_virtual(config, point.workers, self.basis.lost_by(config.strategy))
@@ -54,7 +60,8 @@ def carry_out(study: Study, book: Book, *, jobs: int, say: Say) -> None:
     Interrupted, it loses no more than the runs under way.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=context) as pool:
+    # A process whose study was killed would wait for its next run for ever.
+    with ProcessPoolExecutor(jobs, context, initializer=end_with_parent) as pool:
         running: dict[Future[Done], Cell] = {}
         try:
             while wanted := study.wanted(book.done):

@@ -29,6 +29,7 @@ class Basis:
     threads: int = 1
     lost: float = 0.0
     """The share of gossip's messages that never arrive."""
+    device: str = "cpu"
 
     def config(self, cell: Cell) -> RunConfig:
         """Return the settings of one run.
@@ -63,8 +64,9 @@ def run_cell(basis: Basis, cell: Cell, tell: Told = lambda *_: None) -> Done:
     config = basis.config(cell)
     model = build_model(config.model, config.run.seed)
     prepared = Prepared(*_sources(config.data), model)
+    lost = basis.lost_by(config.strategy)
     outcome = train_virtually(
-        config, prepared, cell.point.workers, tell, lost=basis.lost_by(config.strategy)
+        config, prepared, cell.point.workers, tell, lost=lost, device=basis.device
     )
     if outcome.diverged or not outcome.evaluations:
         return Done(0.0, seconds=outcome.seconds, diverged=outcome.diverged or "never evaluated")

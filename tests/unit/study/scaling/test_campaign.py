@@ -132,6 +132,7 @@ def test_the_verbs_print_a_row_a_point_and_write_a_page(tmp_path, basis, capsys,
     [
         (["--workers", "2,x"], "expected numbers as 8,16,32"),
         (["--workers", "2", "--factors", "0,1"], "above 0"),
+        (["--workers", "2", "--device", "tpu"], "expected cpu or cuda"),
         (["--workers", "2", "--seeds", "0"], "at least 1"),
         (["--workers", "2", "--strategies", "nobody"], "no strategy 'nobody'"),
         (["--workers", "64"], "at most 8 workers"),
