@@ -84,13 +84,19 @@ def _accuracy(summaries: Sequence[Summary], axis: str) -> Figure:
                 "error_y": {"type": "data", "array": [one.spread for one in mine]},
             }
         )
+    sizes = sorted({getattr(one.point, axis) for one in summaries})
     return Figure(
         f"Accuracy against {axis}",
         "Right answers on unseen data, each point at its best rate; bars are one standard "
         "deviation over seeds. A curve that stays level scales.",
         traces,
         {
-            "xaxis": {"title": axis, "type": "log", "dtick": "D2"},
+            "xaxis": {
+                "title": axis,
+                "type": "log",
+                "tickvals": sizes,
+                "ticktext": [f"{size:,}" for size in sizes],
+            },
             "yaxis": {"title": "right answers", "tickformat": ".1%"},
         },
     )
