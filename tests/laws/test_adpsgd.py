@@ -330,10 +330,13 @@ def test_a_rank_that_fails_is_heard_of_by_all_who_wait_for_it():
 
     def on_rank(channel):
         strategy = build_strategy(ADPSGDConfig(), channel)
-        model, optimizer = strategy.attach(Chain(), sgd)
         fail_at = 3 if channel.rank == 1 else None
-        model.register_forward_pre_hook(lambda *_: fail() if strategy._step == fail_at else None)
         try:
+            # A slow rank may still be about to attach when it hears of it.
+            model, optimizer = strategy.attach(Chain(), sgd)
+            model.register_forward_pre_hook(
+                lambda *_: fail() if strategy._step == fail_at else None
+            )
             for step in range(100):
                 take_step(strategy, model, optimizer, step, inputs, targets)
             strategy.settle()
