@@ -1,6 +1,6 @@
 """Planned steps against presets and FSDP2 at equal memory, in a cluster in a box or on one GPU.
 
-    python benchmarks/planned.py [vgg gpt] [--rate 800mbit] [--runs 5] [--batch 24]
+    python benchmarks/planned.py [vgg gpt resnet] [--rate 800mbit] [--runs 5] [--batch 24]
     python benchmarks/planned.py --gpu [vgg_gpu gpt_gpu gpt2_gpu vit_gpu]   two NCCL ranks
 
 For each run of `benchmarks/runs` a profile is measured, then plans for three budgets are timed
@@ -20,7 +20,7 @@ from stretto.plan.profile import Profile, read_profile
 from stretto.units import parse_bits_per_s
 
 HOSTS = 4
-IN_BOX, ON_GPU = ["vgg", "gpt"], ["vgg_gpu", "gpt_gpu", "gpt2_gpu", "vit_gpu"]
+IN_BOX, ON_GPU = ["vgg", "gpt", "resnet"], ["vgg_gpu", "gpt_gpu", "gpt2_gpu", "vit_gpu"]
 ONE_GPU = ["python3", "benchmarks/one_gpu.py", "--hosts", "2", "--", "python3", "-m", "stretto"]
 Row = dict[str, object]
 
