@@ -21,6 +21,7 @@ from stretto.topology import random_events
 from stretto.train.loop import train
 from stretto.train.loose import LAG
 from stretto.virtual import train_virtually
+from stretto.virtual.consensus import StackedConsensus
 from stretto.virtual.repeated import RECORDS, one_by_one
 from tests.laws.test_adpsgd import InOrder
 
@@ -46,7 +47,7 @@ RUNS = {
         ["strategy.consensus_every=2", "strategy.consensus_limit=0.005", "strategy.delay=1"],
         [
             "strategy.consensus_every=1",
-            "strategy.consensus_limit=0.02",
+            "strategy.consensus_limit=0.002",
             "strategy.consensus_sample=0.2",
             "strategy.exact_every=4",
             "strategy.groups=2",
@@ -58,7 +59,7 @@ RUNS = {
         ["strategy.delay=1"],
         ["strategy.delay=2", "strategy.segments=coarse", "strategy.groups=2"],
         ["strategy.exact_every=3", "strategy.delay=1"],
-        ["strategy.consensus_every=1", "strategy.consensus_limit=0.01"],
+        ["strategy.consensus_every=1", "strategy.consensus_limit=0.003"],
     ],
     "local_sgd": [["strategy.every=3"]],
     "post_local": [["strategy.every=3", "strategy.from_step=4"]],
@@ -140,6 +141,23 @@ def assert_same(loaded, workers=WORKERS):
 @pytest.mark.parametrize(("kind", "more"), CASES, ids=[" ".join([k, *m]) for k, m in CASES])
 def test_virtual_workers_learn_what_real_ones_do(tmp_path, kind, more):
     assert_same(loaded_run(tmp_path, f"strategy.kind={kind}", "optim.momentum=0.9", *more))
+
+
+LIMITED = [(kind, more) for kind, more in CASES if any("consensus_limit" in one for one in more)]
+
+
+@pytest.mark.parametrize(("kind", "more"), LIMITED, ids=[" ".join([k, *m]) for k, m in LIMITED])
+def test_a_limit_that_is_compared_is_one_that_is_passed(tmp_path, monkeypatch, kind, more):
+    """Else the comparison above would say nothing about what follows from it."""
+    asked, end = [], StackedConsensus.end
+
+    def note(self, step, *, met):
+        end(self, step, met=met)
+        asked.append(self.asks)
+
+    monkeypatch.setattr(StackedConsensus, "end", note)
+    virtual(loaded_run(tmp_path, f"strategy.kind={kind}", "optim.momentum=0.9", *more), WORKERS)
+    assert any(asked)
 
 
 @pytest.mark.parametrize(
