@@ -1,11 +1,11 @@
-"""The long campaigns, of faults for the most part, each with its record; ``make campaign``."""
+"""Run the long tests, mostly of faults, each with a record; ``make campaign``."""
 
 import sys
 
 from record import record
 
 CAMPAIGNS = {
-    # The real store, whose import of torch makes the start long: kills fall before and after it.
+    # With the real store, whose import of torch is slow, so that kills hit before and after it.
     "lab_kills": [
         *("python", "benchmarks/lab_kills.py", "--count", "20", "--seed", "7"),
         *("--store", "real", "--latest-s", "5"),
@@ -21,7 +21,7 @@ CAMPAIGNS = {
 
 
 def main() -> int:
-    """Run all; return 1 when one failed."""
+    """Run all campaigns; return 1 if one failed."""
     codes = {name: record(name, command)[0] for name, command in CAMPAIGNS.items()}
     for name, code in codes.items():
         print(f"{name}: {'passed' if code == 0 else f'FAILED with {code}'}")

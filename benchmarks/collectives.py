@@ -1,4 +1,4 @@
-"""Collectives in a cluster in a box against Gloo and the bound; each claim is said to hold or not.
+"""Compare collectives in a lab with Gloo and the lower bound, and print which claims hold.
 
 python benchmarks/collectives.py            all of it, about a quarter of an hour
 python benchmarks/collectives.py flat step  some of it
@@ -14,7 +14,7 @@ from record import record
 BENCH = ["stretto", "bench", "collectives", "--json"]
 Rows = list[dict[str, object]]
 Claim = tuple[str, float, float]
-"""(what, the figure, the most it may be)"""
+"""(description, measured figure, upper limit)"""
 
 
 def lab(hosts: int, per_host: int, rate: str, *command: str) -> list[str]:
@@ -24,11 +24,11 @@ def lab(hosts: int, per_host: int, rate: str, *command: str) -> list[str]:
 
 
 def flat() -> Iterator[Claim]:
-    """4 hosts, 1 KB to 64 MB: the best of ours against Gloo and the bound; the hybrid."""
+    """4 hosts, 1 KB to 64 MB: the best algorithm against Gloo and the bound; the hybrid table."""
     with described(4, 1, "400mbit") as cluster:
-        words = "hybrid,ring,ring/2,ring/4,doubling,halving-doubling"
-        words += ",binary-blocks,torus/2,torus/4,hierarchical-halving/4,native"
-        command = [*BENCH, "--runs", "7", "--cluster", str(cluster), "--algorithms", words]
+        algorithms = "hybrid,ring,ring/2,ring/4,doubling,halving-doubling"
+        algorithms += ",binary-blocks,torus/2,torus/4,hierarchical-halving/4,native"
+        command = [*BENCH, "--runs", "7", "--cluster", str(cluster), "--algorithms", algorithms]
         rows = run("collectives_4x1_400mbit", lab(4, 1, "400mbit", *command))
     for size, of_size in by_size(rows).items():
         ours = min(seconds(row) for word, row in of_size.items() if word != "hybrid")
@@ -44,10 +44,10 @@ def flat() -> Iterator[Claim]:
 
 
 def hosts() -> Iterator[Claim]:
-    """Several ranks a host, 32 MB: the hierarchy against Gloo; the hybrid's table for 2 x 4."""
+    """Several ranks a host, 32 MB: the hierarchical algorithms against Gloo."""
     for num, per_host, allowed in ((2, 4, 1 / 1.60), (4, 2, 1 / 1.10)):
-        words = "hierarchical/8,hierarchical/16,hierarchical-doubling/8,hierarchical-halving/8"
-        command = [*BENCH, "--runs", "7", "--sizes", "32MB", "--algorithms", words]
+        algorithms = "hierarchical/8,hierarchical/16,hierarchical-doubling/8,hierarchical-halving/8"
+        command = [*BENCH, "--runs", "7", "--sizes", "32MB", "--algorithms", algorithms]
         name = f"collectives_{num}x{per_host}_400mbit"
         rows = run(name, lab(num, per_host, "400mbit", *command))
         best = min(rows, key=seconds)
@@ -55,7 +55,7 @@ def hosts() -> Iterator[Claim]:
 
 
 def hybrid() -> Iterator[Claim]:
-    """2 x 4, 1 KB to 64 MB: the calibrated table against every algorithm that is near it."""
+    """2 x 4 ranks, 1 KB to 64 MB: the calibrated table against every promising algorithm."""
     with described(2, 4, "400mbit") as cluster:
         command = [
             *BENCH,
@@ -73,10 +73,10 @@ def hybrid() -> Iterator[Claim]:
 
 
 def others() -> Iterator[Claim]:
-    """Reduce-scatter against Gloo's own, and half the bytes against all of them."""
+    """Reduce-scatter against Gloo's own, and a bf16 wire against fp32."""
     scatter = [*BENCH, "--collective", "reduce-scatter", "--sizes", "16MB", "--runs", "7"]
-    words = ["--algorithms", "ring,ring/2,ring/4,halving"]
-    rows = run("reduce_scatter_4x1_400mbit", lab(4, 1, "400mbit", *scatter, *words))
+    algorithms = ["--algorithms", "ring,ring/2,ring/4,halving"]
+    rows = run("reduce_scatter_4x1_400mbit", lab(4, 1, "400mbit", *scatter, *algorithms))
     best = min(rows, key=seconds)
     yield f"{best['case']} / gloo", seconds(best) / float(str(best["peer_s"])), 1 / 1.9
     times = {}
@@ -98,8 +98,8 @@ def step() -> Iterator[Claim]:
     yield f"step / {tuned['peer']}", seconds(tuned) / float(str(tuned["peer_s"])), 0.75
 
 
-class described:  # noqa: N801 - reads as the words of a with statement
-    """A cluster's description, calibrated on the spot and kept with the records."""
+class described:  # noqa: N801 - used as a with statement
+    """Calibrates the lab; yields the cluster description, which is kept with the records."""
 
     def __init__(self, hosts: int, per_host: int, rate: str, *more: str) -> None:
         self._more = more
@@ -119,7 +119,7 @@ class described:  # noqa: N801 - reads as the words of a with statement
 
 
 def run(name: str, command: list[str]) -> Rows:
-    """Record ``command``; end here when it fails."""
+    """Record ``command``; exit if it fails."""
     code, rows = record(name, command)
     if code:
         sys.exit(code)
@@ -127,7 +127,7 @@ def run(name: str, command: list[str]) -> Rows:
 
 
 def seconds(row: dict[str, object]) -> float:
-    """Return ours."""
+    """Return the time of our own algorithm."""
     return float(str(row["ours_s"]))
 
 
@@ -152,7 +152,7 @@ PARTS: dict[str, Callable[[], Iterator[Claim]]] = {
 
 
 def main() -> int:
-    """Run the parts that were named, or all; return 1 when a claim does not hold."""
+    """Run the named parts, or all; return 1 if a claim does not hold."""
     broken = 0
     claims = [claim for name in sys.argv[1:] or PARTS for claim in PARTS[name]()]
     for what, figure, most in claims:

@@ -1,4 +1,4 @@
-"""A small job of real ranks with decoder processes, for campaigns that break it."""
+"""A small job of real ranks with decoder processes, for campaigns that inject faults."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from stretto.launch.processes import guarded
+from stretto.launch.processes import with_parent_death_signal
 
 RUN = """
 [run]
@@ -35,24 +35,24 @@ eval_every = 1000000
 save_every = 1000000
 """
 MARK = "STRETTO_CAMPAIGN_MARK"
-"""A word in the environment of every process of a job, however deep: how they are found."""
+"""Environment variable of every process of a job, inherited by children, to find them all."""
 
 
 def _mark(name: str) -> str:
-    """Return the job's mark; another campaign beside this one may have a job of the same name."""
+    """Return the job's mark; a campaign that runs at the same time may use the same job name."""
     return f"{name} of {os.getpid()}"
 
 
 def write_job(folder: Path) -> Path:
-    """Write the run file and a few images to learn; return the run file."""
+    """Write the run file and a few training images; return the run file."""
     draw = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("a", "b"):
-            place = folder / "images" / split / name
-            place.mkdir(parents=True)
+            class_folder = folder / "images" / split / name
+            class_folder.mkdir(parents=True)
             for number in range(16):
                 pixels = draw.integers(0, 255, (20, 20, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.jpg")
+                Image.fromarray(pixels).save(class_folder / f"{number}.jpg")
     run_file = folder / "run.toml"
     run_file.write_text(RUN.replace("IMAGES", str(folder / "images")))
     return run_file
@@ -61,15 +61,16 @@ def write_job(folder: Path) -> Path:
 def start(
     run_file: Path, name: str, log: Path, *more: str, path: str | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start the job as four workers; everything it says goes to ``log``; ``path`` is its PATH.
+    """Start the job as four workers; all its output goes to ``log``; ``path`` is its PATH.
 
-    It is killed when this process dies: a campaign that is cut short leaves no job behind.
+    The kernel kills it when this process dies, so that an interrupted campaign leaves no job
+    behind.
     """
     settings = [f"run.folder={run_file.parent / 'runs'}", f"run.name={name}", *more]
     command = [sys.executable, "-m", "stretto", "train", str(run_file), *settings]
     with log.open("wb") as output:
         return subprocess.Popen(
-            guarded([*command, "--workers", "4"]),
+            with_parent_death_signal([*command, "--workers", "4"]),
             env={**os.environ, MARK: _mark(name)} | ({} if path is None else {"PATH": path}),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -78,7 +79,7 @@ def start(
 
 
 def of_job(name: str) -> list[psutil.Process]:
-    """Return the living processes that carry the job's mark."""
+    """Return the live processes with the job's mark."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -91,7 +92,7 @@ def of_job(name: str) -> list[psutil.Process]:
 
 
 def await_true(happened: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Return the seconds until ``happened``; end the campaign when it does not."""
+    """Wait until ``happened()``; return the seconds, or end the campaign at the timeout."""
     began_s = time.monotonic()
     while not happened():
         if time.monotonic() - began_s > timeout_s:
@@ -101,7 +102,7 @@ def await_true(happened: Callable[[], bool], timeout_s: float, what: str) -> flo
 
 
 def await_steps(run_dir: Path, count: int) -> None:
-    """Return once the job has logged so many steps."""
+    """Wait until the job has logged ``count`` steps."""
     events = run_dir / "events.jsonl"
 
     def done() -> bool:
@@ -111,5 +112,5 @@ def await_steps(run_dir: Path, count: int) -> None:
 
 
 def a_while(seed: int, longest_s: float) -> float:
-    """Return a random time to wait, in seconds."""
+    """Return a random time up to ``longest_s``, in seconds."""
     return random.Random(seed).uniform(0, longest_s)

@@ -1,11 +1,11 @@
-"""Gossip and local updates against tuned DDP and the bound, in a cluster in a box.
+"""Measure gossip and local updates against tuned DDP and the lower bound, in a lab.
 
     python -m benchmarks.gossip [CASE ...] [--rate 200mbit] [--runs 5]   seconds of a step
     python -m benchmarks.gossip --bytes [CASE ...]                        bytes on the links
 
-Every case keeps a record. Steps are those of the GPT of 25 MB of ``stretto bench step``, as many
-timed as one as a round takes. Bytes are those that the lab counts on host 0's link, of 40 more
-steps than another run has, against what the model's parameters come to.
+Every case keeps a record. Steps are those of ``stretto bench step`` with the 25 MB GPT; the steps
+of a round are timed together. Bytes are those that the lab counts on host 0's link. The difference
+of two runs with 2 and 42 steps is compared with the bytes of the model's parameters.
 """
 
 import argparse
@@ -25,15 +25,15 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "slowmo": (12, ["strategy.kind=slowmo", "strategy.every=12"]),
     "diloco": (16, ["strategy.kind=diloco", "strategy.every=16"]),
 }
-"""By name: the steps that are timed as one, and the settings."""
+"""By name: the steps that are timed together, and the settings."""
 OF_DDP, OF_BOUND = 0.72, 1.25
-"""What crossover may take of tuned DDP's time and of the bound, at 200 Mbit/s."""
+"""Largest time of crossover relative to tuned DDP and to the bound, at 200 Mbit/s."""
 FEW, MANY, ROUNDS = 2, 42, 2
-"""Steps of two runs whose bytes are compared; how often a run of a single round takes them."""
+"""Steps of the two runs whose bytes are compared, and how often a run repeats its steps."""
 
 
 def main() -> int:
-    """Measure, keep the records, say whether the claims hold."""
+    """Measure the cases and keep records; return the largest exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def seconds(case: str, rate: str, runs: str) -> int:
-    """Time one case; return 1 where it breaks a claim."""
+    """Time one case; return its exit code, or 1 if a limit is exceeded."""
     steps, settings = CASES[case]
     bench = ["stretto", "bench", "step", "--json", "--runs", runs, "--steps", str(steps)]
     code, rows = record(f"gossip_{case}_{rate}", [*lab(rate), *bench, *settings])
@@ -75,7 +75,10 @@ def seconds(case: str, rate: str, runs: str) -> int:
 
 
 def count(case: str) -> int:
-    """Print what a step of ``case`` puts on a link, beside what its segments come to."""
+    """Print the bytes per step of ``case`` on a link, and those of the parameters.
+
+    Returns 1 if they differ by more than 5 %.
+    """
     few, many = (sent(case, steps) for steps in (FEW, MANY))
     measured = (many - few) / ((MANY - FEW) * ROUNDS)
     theory = parameters_bytes()
@@ -85,21 +88,21 @@ def count(case: str) -> int:
 
 
 def sent(case: str, steps: int) -> float:
-    """Return the bytes that host 0 sent in a run of so many steps a round."""
+    """Return the bytes that host 0 sent in a run that times ``steps`` together."""
     bench = ["stretto", "bench", "step", "--runs", "1", "--steps", str(steps), "--peers", "none"]
     command = [*lab("800mbit"), *bench, *CASES[case][1]]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
-    (told,) = re.findall(r"host 0: sent ([\d.]+ \w+)", done.stderr)
-    return parse_bytes(told.replace(" ", ""))
+    (sent_text,) = re.findall(r"host 0: sent ([\d.]+ \w+)", done.stderr)
+    return parse_bytes(sent_text.replace(" ", ""))
 
 
 def parameters_bytes() -> int:
-    """Return the bytes of the model that is timed."""
+    """Return the bytes of the parameters of the timed model."""
     from stretto.config import load
-    from stretto.model import build_model
-    from stretto.recipes.benchmarks import gpt_25mb
+    from stretto.models import build_model
+    from stretto.recipes.small_runs import gpt_25mb
     from stretto.run import RunConfig
 
     config = load(RunConfig, None, recipe=gpt_25mb(HOSTS)).config
@@ -107,7 +110,7 @@ def parameters_bytes() -> int:
 
 
 def lab(rate: str) -> list[str]:
-    """Return the beginning of a command that runs in the box."""
+    """Return the beginning of a command that runs in the lab."""
     return ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--"]
 
 

@@ -1,10 +1,10 @@
-"""CIFAR-10 from JPEG folders, ResNet-18, two workers: waiting for data, the cache, bad files.
+"""Train ResNet-18 on CIFAR-10 JPEGs, and check data waits, the cache and corrupt files.
 
     python -m benchmarks.images [--archive cifar10-jpeg.tar.xz]
 
-Needs an archive of JPEGs in ImageNet's layout (``train/CLASS/*.jpg``, ``test/...``); without it
-this says so and ends with 0. Two epochs on 2,560 images, 50 corrupt ones among them; one JSON
-object, exit status 1 if a bound is broken.
+Needs an archive of JPEGs in ImageNet's layout (``train/CLASS/*.jpg``, ``test/...``); without one it
+says so and ends with 0. Two workers train two epochs on 2,560 images, 50 of them corrupt.
+Prints a JSON object; the exit status is 1 if a bound is broken.
 """
 
 import argparse
@@ -25,51 +25,52 @@ from stretto.telemetry.sinks import read_events
 
 ARCHIVE = Path(__file__).parents[2] / "shared" / "data" / "cifar10-jpeg.tar.xz"
 MOST_WAIT = 0.02
-"""Share of a step that may go into waiting for data once the first steps are over."""
+"""Largest fraction of a step spent waiting for data after the first steps."""
 WARM_STEPS = 10
 PER_CLASS = 256
 CORRUPT = 50
 
 
 def main() -> int:
-    """Run the cases; print a JSON object each."""
+    """Run the cases; print one JSON object each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--archive", type=Path, default=ARCHIVE)
     args = parser.parse_args()
     if not args.archive.exists():
         print(f"skipped: no archive of images at {args.archive}", file=sys.stderr)
         return 0
-    with tempfile.TemporaryDirectory(prefix="stretto-images-") as place:
-        whole = Path(place) / "whole"
+    with tempfile.TemporaryDirectory(prefix="stretto-images-") as folder:
+        whole = Path(folder) / "whole"
         with tarfile.open(args.archive) as archive:
             archive.extractall(whole, filter="data")
-        result = with_corrupt_files(whole, Path(place))
+        result = with_corrupt_files(whole, Path(folder))
     print(json.dumps(result), flush=True)
     return 0 if result["passed"] else 1
 
 
-def with_corrupt_files(whole: Path, place: Path) -> dict[str, object]:
-    """Train on a part of the images, some of them spoilt; compare the list with what was named."""
-    images = place / "small"
+def with_corrupt_files(whole: Path, folder: Path) -> dict[str, object]:
+    """Train on some of the images, a few of them corrupt; compare these with the reported files."""
+    images = folder / "small"
     copy_some(whole, images)
     spoilt = corrupt_some(images / "train", seed=5)
-    result = measure(images, place)
+    result = measure(images, folder)
     named = {line.partition(":")[0] for line in result.pop("files")}
     result["corrupt_planted"], result["corrupt_named"] = len(spoilt), len(named)
     result["passed"] = bool(result["passed"]) and named == spoilt
     return result
 
 
-def measure(images: Path, place: Path) -> dict[str, object]:
-    """Train as two workers; return what waiting and decoding came to, epoch by epoch."""
+def measure(images: Path, folder: Path) -> dict[str, object]:
+    """Train as two workers; return waiting times, and decoded and cached images by epoch."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "stretto", "train", str(root / "examples/images.toml")]
-    chosen = [f"run.folder={place}", f"data.path={images}", "data.bad_limit=0.1", "run.trace=false"]
+    settings = [f"run.folder={folder}", f"data.path={images}", "run.trace=false"]
+    settings.append("data.max_corrupt_files=0.1")
     lengths = ["train.epochs=2", "train.log_every=5", "--workers", "2"]
-    subprocess.run([*command, *chosen, *lengths], check=True)
-    told = read_events(place / "images" / "events.jsonl")
-    reads = [event for event in told if isinstance(event, DataRead)]
-    done = [event for event in told if isinstance(event, StepDone) and event.step > WARM_STEPS]
+    subprocess.run([*command, *settings, *lengths], check=True)
+    events = read_events(folder / "images" / "events.jsonl")
+    reads = [event for event in events if isinstance(event, DataRead)]
+    done = [event for event in events if isinstance(event, StepDone) and event.step > WARM_STEPS]
     waits = [event.data_share for event in done]
     return {
         "case": "resnet18",
@@ -97,7 +98,7 @@ def copy_some(whole: Path, images: Path) -> None:
 
 
 def corrupt_some(train: Path, seed: int) -> set[str]:
-    """Spoil files, in four ways in turn; return their names as the run will give them."""
+    """Corrupt files, in four ways in turn; return their names as events report them."""
     files = random.Random(seed).sample(sorted(train.rglob("*.jpg")), CORRUPT)
     for number, file in enumerate(files):
         SPOIL[number % len(SPOIL)](file)
@@ -117,7 +118,7 @@ def _write_text(file: Path) -> None:
 
 
 def _make_huge(file: Path) -> None:
-    """Write a picture whose header claims 60,000 by 60,000 pixels."""
+    """Write an image whose header claims 60,000 by 60,000 pixels."""
     head = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
     body = b"".join(

@@ -1,8 +1,9 @@
-"""Kill a lab at a random moment, start the next, and see that nothing of either is left.
+"""Kill a lab at a random moment, start the next one, and check that nothing of either is left.
 
     python benchmarks/lab_kills.py --count 20 --seed 7
 
-One JSON object a trial, then a line that counts; exit status 1 if one failed. Needs root, iproute2.
+Prints a JSON object per trial, then the count; the exit status is 1 if a trial failed. Needs root
+and iproute2.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TOKEN_NAME = "STRETTO_LAB_KILLS"
-"""A variable that marks every process of a trial, however deep."""
+"""Environment variable of every process of a trial, inherited by children."""
 
 LOCKS = Path("/run/stretto")
 
@@ -28,18 +29,20 @@ listener = socket.create_server((sys.argv[1], 0))
 print(listener.getsockname()[1], flush=True)
 sys.stdin.read()
 """
-"""A stand-in that listens at once: with the real one, most kills would hit the import of torch."""
+"""Listens at once instead of the real store, whose import of torch most kills would hit."""
 
 LAB = """
 import sys
-from stretto.launch.lab.head import store_command
-from stretto.launch.lab.plan import LabSpec
-from stretto.launch.lab.run import run_in_lab
+from stretto.lab.run_in_lab import store_command
+from stretto.lab.spec import LabSpec
+from stretto.lab.run_in_lab import run_in_lab
+def print_line(line):
+    print(line, file=sys.stderr)
 def plain(host):
     return [sys.executable, "-c", sys.argv[2], host]
 store = store_command if sys.argv[1] == "real" else plain
 spec = LabSpec(hosts=int(sys.argv[3]), ranks_per_host=int(sys.argv[4]), bits_per_s=400_000_000)
-result = run_in_lab(spec, sys.argv[5:], say=lambda line: print(line, file=sys.stderr), store=store)
+result = run_in_lab(spec, sys.argv[5:], log_line=print_line, store=store)
 print(result.reason, file=sys.stderr)
 sys.exit(result.exit_code)
 """
@@ -49,7 +52,7 @@ BROOD = ["sh", "-c", "sleep 300 & setsid sleep 300 & exec sleep 300"]
 
 PING = """
 import os, socket, time
-from stretto.launch.lab.plan import address
+from stretto.lab.spec import address
 host, hosts = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"])
 def reach(peer):
     while True:
@@ -70,7 +73,7 @@ with socket.create_server((address(host), 5000)) as listener:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one kill led to."""
+    """The result of one kill."""
 
     trial: int
     after_s: float
@@ -100,7 +103,7 @@ def main() -> int:
             trial = kill_one(number, moments.uniform(0.0, args.latest_s), args.store)
             row = {**asdict(trial), "passed": trial.passed}
             if trial.passed:
-                del row["next_said"]  # of interest only where something went wrong
+                del row["next_said"]  # of interest only after a failure
             print(json.dumps(row), flush=True)
             passed += trial.passed
     print(f"{passed} passed, {args.count - passed} failed")
@@ -108,12 +111,12 @@ def main() -> int:
 
 
 def kill_one(number: int, after_s: float, store: str) -> Trial:
-    """Start a lab, kill it after ``after_s``, run another, and look around."""
+    """Start a lab, kill it after ``after_s``, run another one, and look for remains."""
     token = f"{os.getpid()}.{number}"
     before = traces(token)
-    # Its output goes nowhere: what outlives the kill would keep a pipe open.
+    # Its output is discarded: a process that survives the kill would keep a pipe open.
     victim = start_lab(token, [store, STORE, "3", "2", *BROOD], output=subprocess.DEVNULL)
-    time.sleep(after_s)  # the moment of the kill is what is being varied
+    time.sleep(after_s)  # the moment of the kill varies
     victim.kill()
     victim.wait()
     ping = [sys.executable, "-c", PING]
@@ -146,17 +149,17 @@ def traces(token: str) -> set[str]:
 
 
 def is_held(name: str) -> bool:
-    """Return whether a live lab, here somebody else's, holds this lock."""
+    """Return whether a live lab of another user of this machine holds this lock."""
     try:
         with (LOCKS / name).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
-        return True  # or it has just gone away, which leaves nothing either
+        return True  # or it has just been removed, so nothing is left
     return False
 
 
 def marked_processes(token: str) -> list[int]:
-    """Return the processes whose environment carries the token."""
+    """Return the processes whose environment contains the token."""
     mark = f"{TOKEN_NAME}={token}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -164,7 +167,7 @@ def marked_processes(token: str) -> list[int]:
             if mark in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has ended meanwhile
     return found
 
 

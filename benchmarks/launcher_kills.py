@@ -1,9 +1,9 @@
-"""Kill the launcher of a job (-9) at a random moment; see whether any of its processes lives on.
+"""Kill the launcher of a job (-9) at a random moment, and check that all its processes end.
 
     python -m benchmarks.launcher_kills --count 20 --seed 7
 
-The job has four ranks with a decoder process each. One JSON object a trial, then a line that
-counts; exit status 1 if one failed.
+The job has four ranks with a decoder process each. Prints a JSON object per trial, then the count;
+the exit status is 1 if a trial failed.
 """
 
 import signal
@@ -22,7 +22,7 @@ ALLOWED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One kill and what was left."""
+    """One kill and the number of processes left."""
 
     seed: int
     waited_s: float
@@ -32,20 +32,20 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing lived on."""
+        """Whether no process survived."""
         return self.alive_after_5_s == 0
 
 
 def campaign(count: int, seed: int, path: str | None = None) -> Iterator[Trial]:
-    """Yield ``count`` trials: every other kill falls into the start, the rest into training."""
-    with tempfile.TemporaryDirectory(prefix="stretto-kills-") as place:
-        run_file = write_job(Path(place))
+    """Yield ``count`` trials: every other kill is during the start, the rest during training."""
+    with tempfile.TemporaryDirectory(prefix="stretto-kills-") as folder:
+        run_file = write_job(Path(folder))
         for index in range(count):
             yield one_trial(run_file, seed + index, training=index % 2 == 1, path=path)
 
 
 def one_trial(run_file: Path, seed: int, *, training: bool, path: str | None) -> Trial:
-    """Kill at a random moment; count what lives after the time allowed."""
+    """Kill at a random moment; count the processes that live after `ALLOWED_S`."""
     name = f"job-{seed}"
     job = start(run_file, name, run_file.parent / f"{name}.log", path=path)
     waited_s = a_while(seed, 1.0 if training else 8.0)

@@ -1,12 +1,17 @@
-"""How far the planner is from the best plan of whole units, on random small instances.
+"""Compare the planner with an exact solver on random small instances.
 
     python -m benchmarks.optimality [--count 100] [--first 0] [--limit-s 60]
 
-Needs an interpreter with OR-Tools (the extra exact). One JSON object an instance: what the best
-plan takes and whether that is proven, what the planner's takes, the gap between them, its bound,
-and how long each was sought; one for all. The exit status is 1 if a bound is above the best plan,
-if a budget in which there is a plan was refused, or if gaps are too large. A gap below zero is no
-mistake: the planner may cut units into blocks.
+Needs an interpreter with OR-Tools (the extra exact). The exact solver finds the best plan of whole
+units. Prints a JSON object per instance, then one for the total. An instance has:
+
+- the step time of the solver's plan, and whether it is proven to be the best;
+- the step time of the planner's plan, its gap to the solver's, and the reported lower bound;
+- how long each of them searched.
+
+The exit status is 1 if a bound is above the best plan, if the planner refused a memory limit for
+which there is a plan, or if the gaps are too large. A gap below zero is no error: the planner may
+cut units into blocks.
 """
 
 import argparse
@@ -17,25 +22,27 @@ import time
 from dataclasses import asdict, dataclass
 
 from stretto.errors import ConfigError
-from stretto.plan.planner import make_plan
+from stretto.planner.planner import make_plan
+from stretto.renamed import with_old_keys
 from tests.exact.instances import draw_instance
 from tests.exact.problem import solve, solver_python
 
 MEAN, WORST = 0.01, 0.05
+"""Largest mean and largest single gap that are accepted, relative to the best step time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One instance."""
+    """The exact and the planned result of one instance; times in seconds."""
 
     seed: int
     units: int
     barrier: bool
-    budget: int
+    memory_limit: int
     exact_s: float
     proven: bool
     planned_s: float | None
-    """None where the planner says that nothing fits."""
+    """None if the planner reports that nothing fits."""
     gap: float | None
     bound_s: float | None
     how: str
@@ -43,19 +50,21 @@ class Compared:
     planner_took_s: float
 
     @property
-    def is_sound(self) -> bool:
-        """Whether there is a plan, and the bound is not above the best one."""
+    def is_valid(self) -> bool:
+        """Whether the planner found a plan, and its bound is not above the best step time."""
         return self.bound_s is not None and self.bound_s <= self.exact_s * (1 + 1e-9)
 
 
 def main() -> int:
-    """Compare, say what holds."""
+    """Compare all instances; return 1 if a check failed, 2 without OR-Tools."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--limit-s", type=float, default=60.0, help="of the search for a proof")
+    parser.add_argument(
+        "--limit-s", type=float, default=60.0, help="seconds that the exact solver may search"
+    )
     args = parser.parse_args()
     if solver_python() is None:
         print("no interpreter here has OR-Tools: install the extra exact", file=sys.stderr)
@@ -63,19 +72,19 @@ def main() -> int:
     results = []
     for seed in range(args.first, args.first + args.count):
         results.append(compare(seed, args.limit_s))
-        print(json.dumps(asdict(results[-1])), flush=True)
+        print(json.dumps(with_old_keys(asdict(results[-1]))), flush=True)
         if len(results) % 10 == 0:
             print(f"{len(results)} of {args.count} instances", file=sys.stderr)
-    return verdict(results)
+    return summarize(results)
 
 
 def compare(seed: int, limit_s: float) -> Compared:
-    """Solve one instance twice."""
+    """Solve one instance with the exact solver and with the planner."""
     instance = draw_instance(seed)
     (exact,) = solve([instance], limit_s)
     began_s = time.monotonic()
     try:
-        planned = make_plan(instance.profile, instance.budget, barrier=instance.barrier)
+        planned = make_plan(instance.profile, instance.memory_limit, barrier=instance.barrier)
     except ConfigError:
         planned = None
     took_s = time.monotonic() - began_s
@@ -83,7 +92,7 @@ def compare(seed: int, limit_s: float) -> Compared:
         seed=seed,
         units=len(instance.profile.units),
         barrier=instance.barrier,
-        budget=instance.budget,
+        memory_limit=instance.memory_limit,
         exact_s=exact.step_s,
         proven=exact.proven,
         planned_s=planned.step_s if planned else None,
@@ -95,18 +104,18 @@ def compare(seed: int, limit_s: float) -> Compared:
     )
 
 
-def verdict(results: list[Compared]) -> int:
-    """Print what all of them say; return 1 when something does not hold."""
-    # A gap to a plan that is not proven to be the best says little.
+def summarize(results: list[Compared]) -> int:
+    """Print the summary of all instances; return 1 if a check failed."""
+    # Without a proof, the solver's plan may not be the best, and the gap means little.
     gaps = [one.gap for one in results if one.proven and one.gap is not None]
-    unsound = [one.seed for one in results if not one.is_sound]
+    invalid = [one.seed for one in results if not one.is_valid]
     mean, worst = (statistics.fmean(gaps), max(gaps)) if gaps else (0.0, 0.0)
-    held = not unsound and mean <= MEAN and worst <= WORST
+    held = not invalid and mean <= MEAN and worst <= WORST
     facts = {
         "instances": len(results),
         "proven": sum(one.proven for one in results),
         "refused": sum(one.planned_s is None for one in results),
-        "unsound": unsound,
+        "unsound": invalid,
         "mean_gap": mean,
         "worst_gap": worst,
         "median_gap": statistics.median(gaps) if gaps else 0.0,

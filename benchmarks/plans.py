@@ -1,10 +1,10 @@
-"""Random plans, many of them: each must compute what one rank computes.
+"""Check that training with a random plan computes the same as training on one rank.
 
     python -m benchmarks.plans [--plans 200] [--first 1000]
 
-Plans differ in sharding, blocks, gates, order, checkpointing and barrier; runs in model, optimizer,
-ranks (1 to 4, one or two hosts), micro-batches and clipping. One JSON object a plan that does not
-hold, one for all; exit status 1 if there is any.
+Plans differ in sharding, blocks, gates, order, checkpointing and barrier. Runs differ in model,
+optimizer, ranks (1 to 4, on one to three hosts), micro-batches and clipping. Prints a JSON object
+for each failed plan, then one for the total; the exit status is 1 if a plan failed.
 """
 
 import argparse
@@ -13,15 +13,15 @@ import sys
 import time
 
 from stretto.cluster.world import Mesh
-from stretto.comm.local import run_local
-from stretto.strategy.sharded.config import ShardedConfig
+from stretto.comm.local_transports import run_threads
+from stretto.strategies.sharded.config import ShardedConfig
 from tests.laws.test_plans import MODELS, OPTIMIZERS, compare, reference, run_plan
 
 MESHES = [(1,), (2,), (3,), (4,), (1, 1), (2, 2), (1, 1, 1)]
 
 
 def main() -> int:
-    """Try the plans; say what did not hold."""
+    """Check the plans and print those that failed; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plans", type=int, default=200)
     parser.add_argument("--first", type=int, default=1000, help="the first seed")
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def try_plan(seed: int) -> str:
-    """Train with one plan; return what is wrong with the result, nothing if it holds."""
+    """Train with one plan; return a description of the failure, empty if the result is right."""
     name, optim = [*MODELS][seed % 5], [*OPTIMIZERS][seed // 5 % 4]
     mesh, micros = Mesh(MESHES[seed % len(MESHES)]), 1 + seed // 3 % 3
     clip = 0.05 if seed % 7 == 0 else None
@@ -49,10 +49,12 @@ def try_plan(seed: int) -> str:
     expected = reference(name, optim, clip)
     try:
         compare(
-            run_local(mesh, lambda channel: run_plan(channel, name, optim, config, micros, clip)),
+            run_threads(
+                mesh, lambda transport: run_plan(transport, name, optim, config, micros, clip)
+            ),
             expected,
         )
-    except Exception as wrong:  # noqa: BLE001 - whatever it is, it is told
+    except Exception as wrong:  # noqa: BLE001 - any failure is reported
         return f"{name}, {optim}, {mesh.ranks_per_host}: {type(wrong).__name__}: {wrong}"
     return ""
 

@@ -1,9 +1,11 @@
-"""Prices against measurements: calibrated on 2 x 2 and 4 x 1 ranks, tried on 2 x 4 and 3 x 2.
+"""Compare predicted with measured times of collectives, on shapes that were not calibrated.
 
     python benchmarks/prices.py            measures, some 20 minutes
-    python benchmarks/prices.py --again    prices the newest records anew, by the model of today
+    python benchmarks/prices.py --again    compares the newest records with the current model
 
-Every algorithm, whole and in the parts that are priced best, at 8 and 32 MB; 1 MB is reported.
+The prediction is calibrated on 2 x 2 and 4 x 1 ranks, and tested on 2 x 4 and 3 x 2. Every
+algorithm is measured in one part and in the best predicted number of parts, at 1, 8 and 32 MB. The
+limits are for 8 and 32 MB; 1 MB is only reported.
 """
 
 import json
@@ -15,10 +17,10 @@ from pathlib import Path
 from collectives import by_size, lab, run, seconds
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms.table import parse_table
-from stretto.sim.choosing import choose_table
-from stretto.sim.cluster import Cluster, load_cluster
-from stretto.sim.price import price
+from stretto.collectives.algorithm_table import parse_table
+from stretto.simulator.algorithm_choice import choose_table
+from stretto.simulator.cluster import Cluster, load_cluster
+from stretto.simulator.price import price
 
 RATE = "400mbit"
 SHAPES = ((2, 4), (3, 2))
@@ -27,7 +29,7 @@ MEAN, WORST, PICKED = 0.15, 0.30, 1.10
 
 
 def main() -> int:
-    """Calibrate, measure, compare; return 1 when a bound is broken."""
+    """Calibrate, measure and compare; return 1 if a limit is exceeded."""
     again = sys.argv[1:] == ["--again"]
     if not again:
         calibrate()
@@ -46,11 +48,11 @@ def main() -> int:
             compared = compare(cluster.with_mesh(mesh), size, of_size)
             errors.setdefault(size, []).extend(compared.values())
             picks.append(picked(cluster, mesh, size, of_size)) if size > 1_000_000 else None
-    return verdict(errors, picks)
+    return report(errors, picks)
 
 
 def calibrate() -> None:
-    """Describe the box from small shapes of it, and keep the description with the records."""
+    """Calibrate small labs, and keep the cluster description with the records."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
         for hosts, per_host in ((2, 2), (4, 1)):
@@ -65,7 +67,7 @@ def newest(name: str) -> Path:
 
 
 def compare(cluster: Cluster, size: int, of_size: dict[str, dict[str, object]]) -> dict[str, float]:
-    """Return the relative error of each price, and print both figures."""
+    """Return the relative error of each prediction, and print both figures."""
     errors = {}
     for word, row in of_size.items():
         schedule = parse_table(word).pick(0).schedule(cluster.mesh)
@@ -78,19 +80,19 @@ def compare(cluster: Cluster, size: int, of_size: dict[str, dict[str, object]]) 
 
 
 def picked(cluster: Cluster, mesh: Mesh, size: int, of_size: dict[str, dict[str, object]]) -> float:
-    """Return how much longer the algorithm that the prices pick takes than the best measured."""
+    """Return the measured time of the picked algorithm, relative to the best measured one."""
     best = min(seconds(row) for row in of_size.values())
     choice = choose_table(cluster, mesh).pick(size)
     named = of_size.get(choice.word)
-    if named is None:  # measured in other parts only: the nearest of the same name
+    if named is None:  # measured with other parts only: take the best of the same name
         same = [row for word, row in of_size.items() if word.partition("/")[0] == choice.name]
         named = min(same, key=seconds)
     print(f"{mesh.shape}, {size} B: prices pick {choice.word}: {seconds(named) / best:.3f} x best")
     return seconds(named) / best
 
 
-def verdict(errors: dict[int, list[float]], picks: list[float]) -> int:
-    """Say whether the bounds hold."""
+def report(errors: dict[int, list[float]], picks: list[float]) -> int:
+    """Print the errors; return 1 if a limit is exceeded."""
     for size, values in errors.items():
         far = max(values, key=abs)
         print(f"{size} B: mean {statistics.fmean(map(abs, values)):.1%}, worst {far:+.1%}")

@@ -1,9 +1,10 @@
-"""Stop one rank of a job (SIGSTOP); see whether the right one is named, and how soon.
+"""Stop one rank of a job (SIGSTOP), and check that it is reported in time.
 
     python -m benchmarks.rank_stops --count 20 --seed 7
 
-One JSON object a trial, then a line that counts; exit status 1 if one failed. Also checked: the
-job ends by itself once the rank is given up, names it as the reason, and leaves nothing.
+Prints a JSON object per trial, then the count; the exit status is 1 if a trial failed. Also checks
+that the job ends by itself after the heartbeat timeout, names the rank as the reason, and leaves no
+process.
 """
 
 import signal
@@ -21,13 +22,13 @@ from benchmarks.trials import run_campaign
 
 RANKS = 4
 ALLOWED_S = 10.0
-SILENCE_S = 8.0
-"""When the job gives a silent rank up; the default is longer, and so would be the campaign."""
+HEARTBEAT_TIMEOUT_S = 8.0
+"""The heartbeat timeout of the job; the default is longer and would make the campaign longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One stopped rank, and what was said of it."""
+    """One stopped rank, and what the job reported."""
 
     seed: int
     stopped_rank: int
@@ -52,34 +53,34 @@ class Trial:
 
 def campaign(count: int, seed: int) -> Iterator[Trial]:
     """Yield ``count`` trials; every rank has its turn."""
-    with tempfile.TemporaryDirectory(prefix="stretto-stops-") as place:
-        run_file = write_job(Path(place))
+    with tempfile.TemporaryDirectory(prefix="stretto-stops-") as folder:
+        run_file = write_job(Path(folder))
         for index in range(count):
             yield one_trial(run_file, seed + index, index % RANKS)
 
 
 def one_trial(run_file: Path, seed: int, rank: int) -> Trial:
-    """Stop ``rank`` in mid-training; read what the job says until it ends."""
+    """Stop ``rank`` during training; read the job's output until it ends."""
     name = f"job-{seed}"
     log = run_file.parent / f"{name}.log"
-    job = start(run_file, name, log, f"run.silence_s={SILENCE_S}")
+    job = start(run_file, name, log, f"run.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}")
     await_steps(run_file.parent / "runs" / name, 2)
     time.sleep(a_while(seed, 1.0))
     rank_process(name, rank).send_signal(signal.SIGSTOP)
-    named_after_s = await_true(lambda: bool(silent_lines(log)), 60, f"a word about rank {rank}")
+    named_after_s = await_true(lambda: bool(silent_lines(log)), 60, f"a report about rank {rank}")
     code = job.wait(60)
     lines = silent_lines(log)
     return Trial(seed, rank, lines[0], named_after_s, code, lines[-1], len(of_job(name)))
 
 
 def rank_process(name: str, rank: int) -> psutil.Process:
-    """Return the process that is ``rank``: the one whose parent has no rank."""
+    """Return the process of ``rank``: the one whose parent has no rank."""
     ranks = [each for each in of_job(name) if each.environ().get("RANK") == str(rank)]
     return next(each for each in ranks if each.ppid() not in [other.pid for other in ranks])
 
 
 def silent_lines(log: Path) -> list[str]:
-    """Return what the job has said about silence."""
+    """Return the lines in which the job reports a silent rank."""
     return [line for line in log.read_text(errors="replace").splitlines() if "silent for" in line]
 
 

@@ -1,9 +1,9 @@
-"""Run a command and keep its record: what was run, on what, what it said, what came out.
+"""Run a command and keep a record: the command, the machine, the output and the results.
 
     python benchmarks/record.py step_4x1_400mbit -- stretto lab ... -- stretto bench step --json
 
 Writes ``benchmarks/records/DATE_NAME/``: command.txt, machine.json, log.txt, result.jsonl (the
-lines of standard output that are JSON objects). Progress goes to the screen as it comes.
+lines of standard output that are JSON objects). Output also goes to the screen.
 """
 
 import argparse
@@ -26,46 +26,49 @@ def main() -> int:
     """Record one command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", help="followed by -- and the command")
-    # Cut by hand: argparse would take out the command's own "--" as well.
-    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    args, command = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+    # Split by hand: argparse would also remove the command's own "--".
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, command = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     if not command:
-        parser.error("say what to run, behind --")
+        parser.error("give the command to run after --")
     code, _ = record(args.name, command)
     return code
 
 
 def record(name: str, command: list[str]) -> tuple[int, list[dict[str, object]]]:
-    """Run ``command`` from the project's folder, write its record; return code and results."""
+    """Run ``command`` in the project's folder and write its record.
+
+    Returns the exit code and the JSON objects of the output.
+    """
     folder = folder_of(name)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"recording {' '.join(command)}", file=sys.stderr)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    started = machine()
+    machine_before = machine()
     done = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": path}
     )
     assert done.stdout is not None
-    said = []
+    lines = []
     for line in done.stdout:
         print(line, end="", flush=True)
-        said.append(line)
+        lines.append(line)
     code = done.wait()
-    results = [json.loads(line) for line in said if line.startswith("{")]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
     (folder / "command.txt").write_text(" ".join(command) + "\n")
-    (folder / "machine.json").write_text(json.dumps(started, indent=2) + "\n")
-    (folder / "log.txt").write_text("".join(said) + f"exit code {code}\n")
+    (folder / "machine.json").write_text(json.dumps(machine_before, indent=2) + "\n")
+    (folder / "log.txt").write_text("".join(lines) + f"exit code {code}\n")
     (folder / "result.jsonl").write_text("".join(json.dumps(r) + "\n" for r in results))
     return code, results
 
 
 def folder_of(name: str) -> Path:
-    """Return where today's record of that name is kept."""
+    """Return the folder of today's record ``name``."""
     return RECORDS / f"{datetime.datetime.now(datetime.UTC).date()}_{name}"
 
 
 def machine() -> dict[str, object]:
-    """Return what the figures depend on; the load before the start shows who else was at work."""
+    """Return the facts that results depend on; the load shows other work before the start."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=ROOT,
@@ -87,9 +90,9 @@ def machine() -> dict[str, object]:
 
 
 def _allowed_congestion() -> str:
-    """Return what TCP may do in a lab: cubic if it is there, else reno."""
-    told = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
-    return told.read_text().strip() if told.exists() else ""
+    """Return the congestion control algorithms that a lab may use: cubic if it is there."""
+    path = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    return path.read_text().strip() if path.exists() else ""
 
 
 def _version(package: str) -> str:

@@ -1,9 +1,9 @@
-"""Resident set of a rank, zero3 against DDP: a model of 400 MB on 4 ranks.
+"""Compare the resident set of a rank under zero3 and DDP, for a model of 400 MB on 4 ranks.
 
     python benchmarks/resident.py          keeps records; exit status 1 if the claim is broken
 
-Each strategy trains in processes of its own, in a cluster in a box. What is told is the largest
-resident set of any rank in steady steps, above that of the process before a model was built.
+Each strategy trains in its own processes, in a lab. The result is the largest resident set of any
+rank in steady steps, minus that of the process before the model was built.
 """
 
 import argparse
@@ -17,18 +17,18 @@ import torch
 from record import record
 from torch import Tensor, nn
 
-from stretto.cluster.detect import detect
-from stretto.comm.channel import Channel
+from stretto.bench.peers import PeerProcessGroup
+from stretto.cluster.detect import detect_world
 from stretto.comm.connect import connect
+from stretto.comm.transport import Transport
 from stretto.config import load
-from stretto.measure.ddp import Peers
-from stretto.measure.interleave import largest
-from stretto.model import GPTConfig, build_model, per_sample_loss
+from stretto.models import GPTConfig, build_model, per_sample_loss
 from stretto.optim import make_optimizer
-from stretto.plan.units import called_modules
-from stretto.recipes.benchmarks import gpt_25mb
+from stretto.planner.model_units import called_modules
+from stretto.profiler.interleaved_timing import all_reduce_max
+from stretto.recipes.small_runs import gpt_25mb
 from stretto.run import RunConfig
-from stretto.strategy import build_strategy
+from stretto.strategies import build_strategy
 
 RANKS, ALLOWED = 4, 0.45
 LAB = ["stretto", "lab", "--hosts", str(RANKS), "--rate", "10gbit", "--"]
@@ -39,11 +39,11 @@ _STEPS = 3
 
 Loss = Callable[[nn.Module], Tensor]
 Steps = tuple[Callable[[], None], Callable[[], None]]
-"""What takes a step, and what ends it all."""
+"""A function that makes one step, and one that ends the run."""
 
 
 def main() -> int:
-    """Measure all, keep the record, say whether the claim holds; or be a rank of one of them."""
+    """Measure all strategies and check the claim; or run one rank of a strategy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank-of", choices=STRATEGIES)
     rank_of = parser.parse_args().rank_of
@@ -64,28 +64,28 @@ def main() -> int:
 
 
 def train(name: str) -> None:
-    """Take steps as one rank; rank 0 tells what the largest of all kept."""
+    """Make steps as one rank; rank 0 prints the largest resident set of all ranks."""
     torch.set_num_threads(1)
-    world = detect()
-    channel = connect(world)
+    world = detect_world()
+    transport = connect(world)
     process = psutil.Process()
     bare = process.memory_info().rss
-    with Peers(world) as peers:
-        step, end = _ddp(channel, peers) if name == DDP else _sharded(channel, name)
+    with PeerProcessGroup(world) as peers:
+        step, end = _ddp(transport, peers) if name == DDP else _sharded(transport, name)
         for _ in range(2):
             step()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the largest so far
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the largest value
         for _ in range(_STEPS):
             step()
-        most = largest(float(_largest_resident_set() - bare), channel)
+        most = all_reduce_max(float(_largest_resident_set() - bare), transport)
         end()
     if world.rank == 0:
         print(json.dumps({"strategy": name, "above_import_bytes": int(most), "bare_bytes": bare}))
-    channel.close()
+    transport.close()
 
 
-def _ddp(channel: Channel, peers: Peers) -> Steps:
-    config, model, loss = _beginning(channel, [])
+def _ddp(transport: Transport, peers: PeerProcessGroup) -> Steps:
+    config, model, loss = _build_run(transport, [])
     optimizer = make_optimizer(config.optim, model)(model.parameters())
     wrapped = peers.ddp(model, 25)
 
@@ -97,12 +97,12 @@ def _ddp(channel: Channel, peers: Peers) -> Steps:
     return step, lambda: None
 
 
-def _sharded(channel: Channel, plan: str) -> Steps:
-    words = ["strategy.kind=sharded", f"strategy.plan={plan}"]
-    config, model, loss = _beginning(channel, words)
+def _sharded(transport: Transport, plan: str) -> Steps:
+    settings = ["strategy.kind=sharded", f"strategy.plan={plan}"]
+    config, model, loss = _build_run(transport, settings)
     with torch.no_grad():
         calls = called_modules(model, lambda: loss(model))
-    strategy = build_strategy(config.strategy, channel, calls=calls)
+    strategy = build_strategy(config.strategy, transport, calls=calls)
     strategy.attach(model, make_optimizer(config.optim, model))
 
     def step() -> None:
@@ -112,14 +112,14 @@ def _sharded(channel: Channel, plan: str) -> Steps:
         strategy.after_update()
 
     def end() -> None:
-        strategy.settle()
+        strategy.consolidate()
         strategy.close()
 
     return step, end
 
 
-def _beginning(channel: Channel, words: list[str]) -> tuple[RunConfig, nn.Module, Loss]:
-    config = load(RunConfig, None, [*MODEL, *words], recipe=gpt_25mb(channel.size)).config
+def _build_run(transport: Transport, settings: list[str]) -> tuple[RunConfig, nn.Module, Loss]:
+    config = load(RunConfig, None, [*MODEL, *settings], recipe=gpt_25mb(transport.size)).config
     assert isinstance(config.model, GPTConfig)
     tokens = torch.randint(config.model.vocab, (1, config.model.context + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -129,8 +129,8 @@ def _beginning(channel: Channel, words: list[str]) -> tuple[RunConfig, nn.Module
 
 def _largest_resident_set() -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    (told,) = [line for line in lines if line.startswith("VmHWM")]
-    return int(told.split()[1]) * 1024
+    (peak,) = [line for line in lines if line.startswith("VmHWM")]
+    return int(peak.split()[1]) * 1024
 
 
 if __name__ == "__main__":

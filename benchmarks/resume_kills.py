@@ -1,8 +1,8 @@
-"""Kill a whole job at a random step, resume it, and compare with a run nobody disturbed.
+"""Kill a whole job at a random step, resume it, and compare with an undisturbed run.
 
     python -m benchmarks.resume_kills --count 20 --seed 7
 
-One JSON object a trial, then a line that counts; exit status 1 if one failed.
+Prints a JSON object per trial, then the count; the exit status is 1 if a trial failed.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.trials import run_campaign
-from stretto.checkpoint import load_one
+from stretto.checkpoint import load_checkpoint
 from stretto.telemetry.events import StepDone
 from stretto.telemetry.sinks import read_events
 
@@ -49,14 +49,14 @@ accumulation = 2
 log_every = 1
 save_every = 3
 """
-"""All that a checkpoint must bring back: Adam's moments, dropout, a moving rate, the order."""
+"""Uses everything a checkpoint must restore: Adam's moments, dropout, a varying rate, the order."""
 
 DEADLINE_S = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One kill and what came after it."""
+    """One kill and the result of the resumed run."""
 
     seed: int
     wanted_step: int
@@ -72,8 +72,8 @@ class Trial:
 
 def campaign(count: int, seed: int) -> Iterator[Trial]:
     """Yield ``count`` trials; the undisturbed run is made once."""
-    with tempfile.TemporaryDirectory(prefix="stretto-kills-") as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory(prefix="stretto-kills-") as name:
+        folder = Path(name)
         run_file = write_run(folder)
         subprocess.run(command(run_file, folder, "calm"), check=True, capture_output=True)
         for index in range(count):
@@ -81,7 +81,7 @@ def campaign(count: int, seed: int) -> Iterator[Trial]:
 
 
 def write_run(folder: Path) -> Path:
-    """Write the run file and a text to learn."""
+    """Write the run file and a training text."""
     text = folder / "text.txt"
     text.write_text("".join(f"{n} bottles stand on wall {n * n % 97}\n" for n in range(2000)))
     run_file = folder / "run.toml"
@@ -99,36 +99,36 @@ def command(run_file: Path, folder: Path, name: str, *more: str) -> list[str]:
 def one_trial(run_file: Path, folder: Path, seed: int) -> Trial:
     """Kill at a random step, resume, compare the last checkpoints bit by bit."""
     name = f"killed-{seed}"
-    wanted = random.Random(seed).randrange(1, STEPS - 1)
-    killed_after = kill_after_step(command(run_file, folder, name), folder / name, wanted)
+    target_step = random.Random(seed).randrange(1, STEPS - 1)
+    killed_after = kill_after_step(command(run_file, folder, name), folder / name, target_step)
     resumed = subprocess.run(
         command(run_file, folder, name, "--resume"), capture_output=True, text=True, check=False
     )
     if resumed.returncode:
         raise SystemExit(f"seed {seed}: the resumed run failed:\n{resumed.stderr}")
     starts = [e for e in read_events(folder / name / "events.jsonl") if hasattr(e, "workers")]
-    words = starts[-1].note.split()
+    note = starts[-1].note.split()
     return Trial(
         seed=seed,
-        wanted_step=wanted,
+        wanted_step=target_step,
         killed_after_step=killed_after,
-        resumed_at_step=int(words[-1]) if words else 0,
+        resumed_at_step=int(note[-1]) if note else 0,
         equal=same_weights(folder / "calm", folder / name),
     )
 
 
-def kill_after_step(argv: list[str], run_dir: Path, wanted: int) -> int:
-    """Start, wait until ``wanted`` is logged, kill -9 launcher and ranks; return the last step."""
+def kill_after_step(argv: list[str], run_dir: Path, target_step: int) -> int:
+    """Start, wait until ``target_step`` is logged, kill all; return the last step."""
     job = subprocess.Popen(
         argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     ranks: list[int] = []
     deadline_s = time.monotonic() + DEADLINE_S
-    while last_step(run_dir) < wanted and job.poll() is None:
+    while last_step(run_dir) < target_step and job.poll() is None:
         ranks = children(job.pid) or ranks
         if time.monotonic() > deadline_s:
             os.killpg(job.pid, signal.SIGKILL)
-            raise SystemExit(f"no step {wanted} within {DEADLINE_S} s in {run_dir}")
+            raise SystemExit(f"no step {target_step} within {DEADLINE_S} s in {run_dir}")
     for pid in [job.pid, *ranks]:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that ``pid`` has started."""
+    """Return the child processes of ``pid``."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except FileNotFoundError:
@@ -155,8 +155,8 @@ def children(pid: int) -> list[int]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Say whether the last checkpoints hold the same bits, optimizer state included."""
-    states = [load_one(run / "checkpoints" / f"step-{STEPS:08d}") for run in (one, other)]
+    """Return whether the last checkpoints have the same bits, optimizer state included."""
+    states = [load_checkpoint(run / "checkpoints" / f"step-{STEPS:08d}") for run in (one, other)]
     first, second = (state.tensors for state in states)
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 

@@ -1,10 +1,10 @@
-"""Step time of the 25 MB GPT against peers at their best, in a cluster in a box.
+"""Measure the step time of the 25 MB GPT against tuned peers, in a lab on one machine.
 
     python benchmarks/step.py                                     all-reduce; ``make bench``
     python benchmarks/step.py dear zero2 zero3 --rates 200mbit 400mbit 800mbit --runs 5
 
-Every case keeps a record. All-reduce must hold its claim; of the sharded plans, seconds and bytes
-are told beside those of tuned DDP and of FSDP2 with the same memory.
+Every case keeps a record. All-reduce is checked against a limit relative to tuned DDP. For the
+sharded plans, seconds and bytes are printed relative to tuned DDP and to FSDP2.
 """
 
 import argparse
@@ -22,15 +22,15 @@ CASES = {
         for plan in ("dear", "zero2", "zero3")
     },
 }
-"""By the word that asks for it: how its record's name begins, and its settings."""
+"""By the name on the command line: the prefix of its record's name, and its settings."""
 ALLOWED = 1.03
-"""How much slower than tuned DDP an all-reduce step may be."""
+"""Largest time of an all-reduce step relative to tuned DDP."""
 
 Row = dict[str, object]
 
 
 def main() -> int:
-    """Measure, keep the records, say whether the claim holds."""
+    """Measure all cases and keep records; return the largest exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def run(case: str, rate: str, runs: str) -> int:
-    """Measure one case at one rate; return its exit code."""
+    """Measure one case at one rate; return its exit code, or 1 if the limit is exceeded."""
     name, settings = CASES[case]
     lab = ["stretto", "lab", "--hosts", str(HOSTS), "--rate", rate, "--"]
     bench = [*lab, *BENCH, "--runs", runs, *settings]
@@ -66,13 +66,13 @@ def run(case: str, rate: str, runs: str) -> int:
 
 
 def comparison(row: Row) -> str:
-    """Return ours beside a peer, in words."""
+    """Return a sentence that compares Stretto with a peer."""
     seconds, num_bytes = ratio(row, "s"), ratio(row, "bytes")
     return f"{seconds:.3f} of the time, {num_bytes:.3f} of the bytes of {row['peer']}"
 
 
 def ratio(row: Row, unit: str) -> float:
-    """Return ours over the peer's, in seconds ("s") or bytes."""
+    """Return Stretto's figure divided by the peer's, for the unit "s" or "bytes"."""
     return float(str(row[f"ours_{unit}"])) / float(str(row[f"peer_{unit}"]))
 
 

@@ -1,9 +1,9 @@
-"""Step time of a GPT of 210 M parameters in bf16, NCCL ranks sharing one GPU, against peers.
+"""Measure the step time of a 210 M parameter GPT in bf16 against peers, on one shared GPU.
 
     python benchmarks/step_gpu.py [2:dear 2:zero2 2:zero3 4:zero2 4:zero3 1:dear]
 
-A case is a number of ranks and a plan; each keeps a record. Needs a GPU, and MPS for ranks that
-run together (`one_gpu.py`).
+A case is a number of ranks and a plan; each keeps a record. It needs a GPU, and MPS for several
+ranks on it (`one_gpu.py`).
 """
 
 import argparse
@@ -13,7 +13,7 @@ from record import record
 
 CASES = ["2:dear", "2:zero2", "2:zero3", "4:zero2", "4:zero3", "1:dear"]
 BATCH = 64
-"""Of all ranks; one rank alone takes the share of one of two."""
+"""Samples of all ranks together; a single rank takes the share of one of two ranks."""
 MODEL = ["model.width=1024", "model.blocks=16", "model.context=512", "model.heads=16"]
 HALF = ["train.precision=bf16", "strategy.parameters=bf16", "strategy.wire=bf16"]
 BENCH = ["python3", "-m", "stretto", "bench", "step", "--device", "cuda", "--runs", "5"]
@@ -30,12 +30,12 @@ def main() -> int:
 
 
 def run(ranks: str, plan: str) -> int:
-    """Measure one case."""
+    """Measure one case; return its exit code."""
     batch = BATCH if int(ranks) > 1 else BATCH // 2
     sharded = ["strategy.kind=sharded", f"strategy.plan={plan}", "strategy.unit=4MB"]
-    shared = ["python3", "benchmarks/one_gpu.py", "--hosts", ranks, "--"]
-    words = [*MODEL, f"train.batch={batch}", *HALF, *sharded]
-    code, rows = record(f"gpu_{plan}_{ranks}x1", [*shared, *BENCH, "--json", *words])
+    launcher = ["python3", "benchmarks/one_gpu.py", "--hosts", ranks, "--"]
+    settings = [*MODEL, f"train.batch={batch}", *HALF, *sharded]
+    code, rows = record(f"gpu_{plan}_{ranks}x1", [*launcher, *BENCH, "--json", *settings])
     for row in rows:
         ours, peer = float(str(row["ours_s"])), float(str(row["peer_s"]))
         print(f"{ranks} ranks, {plan}: {ours / peer:.3f} of the time of {row['peer']}")

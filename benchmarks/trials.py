@@ -1,4 +1,4 @@
-"""What every campaign of faults does: so many seeded trials, a JSON object each, and the count."""
+"""Runs a campaign of faults: seeded trials, a JSON object per trial, and the count."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Trial(Protocol):
-    """One fault and what came after it: a dataclass that can judge itself."""
+    """One fault and its result: a dataclass that knows whether the trial passed."""
 
     @property
     def passed(self) -> bool:
@@ -18,7 +18,7 @@ class Trial(Protocol):
 
 
 def run_campaign(campaign: Callable[[int, int], Iterator[Trial]], about: str | None) -> int:
-    """Read ``--count`` and ``--seed``, run, print; return 1 when a trial failed."""
+    """Read ``--count`` and ``--seed``, run the trials and print them; return 1 if one failed."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.randrange(1_000_000))

@@ -1,9 +1,10 @@
-"""Virtual workers on a GPU: one recorded step of all, against the same workers one after another.
+"""Time virtual workers on a GPU: one captured step of all against one worker after another.
 
     python -m benchmarks.virtual_gpu [--workers 64] [--samples 32] [--steps 40]
 
-A CIFAR ResNet for each worker, bf16, SGD with momentum, gossip included; samples are ready on the
-host, so that the input pipeline is no part of it. Images in a second, in turn, five times each.
+Each worker trains a CIFAR ResNet in bf16 with SGD, momentum and gossip. Samples are ready on the
+host, so the input pipeline is not timed. Both variants run in turn, five times each, and print
+images per second.
 """
 
 import argparse
@@ -16,20 +17,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from stretto.config import load
-from stretto.data.loader import LoadedShare
-from stretto.data.order import Share
-from stretto.recipes.benchmarks import Tables
+from stretto.data.loader import LoadedSamples
+from stretto.data.order import RankSamples
+from stretto.recipes.recipe import Tables
 from stretto.run import RunConfig, prepare
 from stretto.virtual import find_device
-from stretto.virtual.in_step import InStep
-from stretto.virtual.learners import Learners
-from stretto.virtual.repeated import RECORDS
+from stretto.virtual.local_steps import RECORDERS, LocalSteps
+from stretto.virtual.stepping import LockStep
 
 WARM_UP = 3
 
 
 def main() -> int:
-    """Time both in turn; print a line for each, and the ratio."""
+    """Time both variants in turn, print the rates and their ratio; return 1 if it is below 10."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,35 +50,35 @@ def main() -> int:
 
 
 def images_per_s(args: argparse.Namespace, *, recorded: bool) -> float:
-    """Return what workers of one kind come to."""
+    """Return the images per second of all workers, with or without a captured step."""
     config = load(RunConfig, None, recipe=resnets(args.workers * args.samples)).config
     device = find_device(args.device)
-    learners = Learners(config, prepare(config), args.workers, args.workers, device)
-    kept = dict(RECORDS)
+    local_steps = LocalSteps(config, prepare(config), args.workers, args.workers, device)
+    kept = dict(RECORDERS)
     if not recorded:
-        RECORDS.clear()
+        RECORDERS.clear()
     try:
-        steps = InStep(learners).steps(batches(config, WARM_UP + args.steps))
+        steps = LockStep(local_steps).steps(batches(config, WARM_UP + args.steps))
         for _ in range(WARM_UP):
             next(steps)
         began_s = time.monotonic()
-        for _ in steps:  # the loss of each is read: nothing is only queued
+        for _ in steps:  # each yields its loss, so the GPU has finished it
             pass
         return args.steps * config.train.batch / (time.monotonic() - began_s)
     finally:
-        RECORDS.update(kept)
+        RECORDERS.update(kept)
 
 
-def batches(config: RunConfig, count: int) -> Iterator[LoadedShare]:
-    """Yield the same samples again and again."""
-    some = Share(np.arange(config.train.batch), epoch=0)
-    inputs, targets = prepare(config).source.batch(some.samples)
+def batches(config: RunConfig, count: int) -> Iterator[LoadedSamples]:
+    """Yield the same samples ``count`` times."""
+    samples = RankSamples(np.arange(config.train.batch), epoch=0)
+    inputs, targets = prepare(config).source.batch(samples.samples)
     for _ in range(count):
-        yield LoadedShare(some, inputs, targets, wait_s=0.0)
+        yield LoadedSamples(samples, inputs, targets, wait_s=0.0)
 
 
 def resnets(batch: int) -> Tables:
-    """Return the run."""
+    """Return the settings of the run."""
     return {
         "model": {"kind": "resnet", "depth": 18, "width": 16, "stem": "small", "classes": 8},
         "data": {"kind": "shapes", "size": 32, "samples": batch, "test_samples": 8},

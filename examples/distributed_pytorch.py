@@ -1,4 +1,4 @@
-"""A small net learns which of two spirals a point lies on."""
+"""A small network learns which of two spirals a point is on."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A folder in the shape of ImageNet, made up: a thousand classes, photographs of no two sizes."""
+"""Write a generated folder with the structure of ImageNet, for tests."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import numpy as np
 from PIL import Image
 
 _USUAL = (500, 375)
-"""What most photographs of ImageNet measure, either way up."""
+"""Width and height of most ImageNet photographs; some are portrait."""
 _EVERY = 50
-"""One file in so many is of that size; the others are small, so that a thousand take seconds."""
+"""Every 50th file has that size. The others are small, so that 1000 files take seconds."""
 
 
 def write_imagenet(
@@ -16,9 +16,9 @@ def write_imagenet(
 ) -> Path:
     """Write ``train/WNID/WNID_N.JPEG`` and ``val/WNID/ILSVRC2012_val_N.JPEG`` below ``folder``.
 
-    Each class has ``per_class`` files to train on; ``val`` files in all are spread over classes.
-    Class folders are the same in both, some of ``val`` empty. The colour of an image tells its
-    class. A thousand files of 1000 classes take about a second and a half.
+    Each class has ``per_class`` training files. The ``val`` validation files in all are spread over
+    the classes, so that some class folders are empty. The mean colour of an image encodes its
+    class. Writing 1000 files of 1000 classes takes about 1.5 s.
     """
     draws = np.random.default_rng(seed)
     wnids = [f"n{1440764 + 7 * number:08}" for number in range(classes)]
@@ -37,7 +37,7 @@ def write_imagenet(
 
 
 def _photograph(label: int, number: int, draws: np.random.Generator) -> Image.Image:
-    """Return a picture whose mean colour belongs to ``label``, in coarse random blots."""
+    """Return an image of coarse random blots whose mean colour encodes ``label``."""
     colour = np.array([label % 10, label // 10 % 10, label // 100 % 10]) * 20 + 40
     blots = draws.integers(-30, 31, (6, 8, 3))
     small = Image.fromarray((colour + blots - blots.mean(axis=(0, 1))).clip(0, 255).astype("u1"))

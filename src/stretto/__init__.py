@@ -1,27 +1,38 @@
-"""Stretto: distributed training in which communication is data before it is action.
+"""Stretto: distributed training for PyTorch, with communication schedules as plain values.
 
-Names are imported when they are first used, so that ``import stretto`` alone needs no torch.
+Public names are imported on first use, so that ``import stretto`` alone does not import torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.strategy.distribute import clip_norm_, distribute, settle, share_batches, world
+    from stretto.strategies.distribute import (
+        clip_norm_,
+        consolidate,
+        distribute,
+        share_batches,
+        world,
+    )
 
-_HOMES = {
-    "clip_norm_": "stretto.strategy.distribute",
-    "distribute": "stretto.strategy.distribute",
-    "settle": "stretto.strategy.distribute",
-    "share_batches": "stretto.strategy.distribute",
-    "world": "stretto.strategy.distribute",
+_MODULE_OF = {
+    "clip_norm_": "stretto.strategies.distribute",
+    "distribute": "stretto.strategies.distribute",
+    "consolidate": "stretto.strategies.distribute",
+    "share_batches": "stretto.strategies.distribute",
+    "world": "stretto.strategies.distribute",
 }
 
-__all__ = ["clip_norm_", "distribute", "settle", "share_batches", "world"]
+__all__ = ["clip_norm_", "consolidate", "distribute", "share_batches", "world"]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its home the first time it is asked for."""
-    if name not in _HOMES:
+    """Import a public name from its module on first use."""
+    if name == "settle":
+        from stretto.renamed import warn_renamed
+
+        warn_renamed("stretto.settle", "stretto.consolidate", "a Python program")
+        name = "consolidate"
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)

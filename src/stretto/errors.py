@@ -1,27 +1,27 @@
-"""Every error Stretto raises on purpose; each tells what, where, why and what to do."""
+"""The exceptions that Stretto raises; each message says what, where, why and what to do."""
 
 STOPPED_EXIT_CODE = 75
-"""A run that was asked to stop, saved and ended: start it again and it goes on (EX_TEMPFAIL)."""
+"""Exit status of a run that saved and stopped on request; a restart resumes it (EX_TEMPFAIL)."""
 
 
 class StrettoError(Exception):
-    """A failure we understand: printed as one message, without a traceback."""
+    """A failure with a known cause: printed as one message, without a traceback."""
 
     exit_code = 1
 
 
 class ConfigError(StrettoError):
-    """The caller's mistake: a run file, an override or an argument that cannot be."""
+    """A mistake of the user: an invalid run file, override or argument."""
 
     exit_code = 2
 
 
 class ScheduleError(StrettoError):
-    """A schedule that loses, doubles or misplaces data, or whose ranks wait in a circle."""
+    """A schedule that loses, duplicates or misplaces data, or that deadlocks."""
 
 
-class ChannelError(StrettoError):
-    """A peer did not answer: it died, hung, or the network between us failed."""
+class TransportError(StrettoError):
+    """A peer did not answer: it died, it hangs, or the network failed."""
 
 
 class CheckpointError(StrettoError):
@@ -33,4 +33,4 @@ class LaunchError(StrettoError):
 
 
 class LabError(StrettoError):
-    """The cluster in a box cannot be built here."""
+    """The lab (an emulated cluster on one machine) cannot be built on this machine."""

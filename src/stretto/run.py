@@ -1,4 +1,4 @@
-"""A whole run as one frozen tree, and how its parts are put together."""
+"""`RunConfig`, the config of a whole run, and the functions that build a run from it."""
 
 import hashlib
 import re
@@ -12,19 +12,25 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from stretto.cluster.world import World
-from stretto.comm.channel import Channel
-from stretto.comm.codecs import parse_wire
-from stretto.config import Config, Loaded, resolve
-from stretto.config.text import dotted
-from stretto.config.tree import DEFAULT, leaves, mark_table
-from stretto.data import DataConfig, Images, ShapesConfig, Source, open_source
+from stretto.collectives.codecs import parse_wire
+from stretto.comm.transport import Transport
+from stretto.config import Config, LoadedConfig, set_derived_values
+from stretto.config.formatting import dotted_key
+from stretto.config.tree import SOURCE_DEFAULT, build_table, iter_leaves
+from stretto.data import DataConfig, ImageFolder, SampleSource, ShapesConfig, open_sample_source
 from stretto.errors import ConfigError, StrettoError
-from stretto.model import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded
-from stretto.optim import Derived, OptimConfig, SGDConfig, derive, make_optimizer
-from stretto.optim.configs import RateConfig
-from stretto.plan.profile import Profile
-from stretto.plan.units import called_modules
-from stretto.strategy import (
+from stretto.models import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded_rng
+from stretto.optim import (
+    LearningRateSchedule,
+    OptimConfig,
+    SGDConfig,
+    derive_lr_schedule,
+    make_optimizer,
+)
+from stretto.optim.configs import LearningRateConfig
+from stretto.planner.model_units import called_modules
+from stretto.planner.profile import Profile
+from stretto.strategies import (
     ADPSGD,
     AllReduceConfig,
     AnyStrategyConfig,
@@ -36,67 +42,67 @@ from stretto.strategy import (
     build_strategy,
     check_strategy,
     chosen_settings,
-    remarks,
+    warnings,
 )
-from stretto.strategy.group_norms import GroupNorms, check_sharing
-from stretto.strategy.own import OwnModels
-from stretto.strategy.sharded.config import unit_bytes
-from stretto.telemetry.aside import write_aside
+from stretto.strategies.group_norms import GroupNorms, check_norm_groups
+from stretto.strategies.local_state import LocalModelStrategy
+from stretto.strategies.sharded.config import unit_bytes
 from stretto.telemetry.events import Event
+from stretto.telemetry.sinks import write_atomically
 from stretto.telemetry.timeline import Recorder
 from stretto.telemetry.trackers import check_trackers
 from stretto.train.config import TrainConfig
-from stretto.train.early_stop import Watch
-from stretto.train.estimated import (
-    Ingredients,
+from stretto.train.early_stop import EarlyStopper
+from stretto.train.estimate_run import (
+    EstimateInputs,
     check_estimable,
     estimate_at_start,
-    largest_piece,
+    largest_micro_batch,
     needs_estimate,
-    own_type,
+    parameter_dtype,
 )
 from stretto.train.finetune import InitConfig
 from stretto.train.parts import Parts, count_epoch_steps, count_steps
 from stretto.train.precision import loss_scale
 
-_TRIED = 2
-"""Samples that forward is tried on: more would take large models seconds, on every rank."""
+_NUM_TRIAL_SAMPLES = 2
+"""Samples of the trial forward pass; more would take seconds for large models, on every rank."""
 
 
 class RunSection(Config):
-    """The ``[run]`` table: what the run is called, where it lives, what it may use."""
+    """The ``[run]`` table: name, folder, seed, threads, timeouts and outputs."""
 
     name: str = "run"
-    """Letters, digits, dot, dash and underscore."""
+    """Name of the run: up to 100 letters, digits, dots, dashes and underscores."""
     folder: str = "runs"
-    """The run keeps everything it writes in ``folder/name``."""
+    """Parent folder: the run writes all its files below ``folder/name``."""
     seed: int = Field(default=0, ge=0, le=2**63 - 1)
-    """Weights, order of samples and dropout follow from it."""
+    """Seed of initial weights, order of samples and dropout."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads per rank; this rank's share of the cores when not set. Part of the numbers:
-    runs are bit-equal only at equal threads."""
+    """CPU threads per rank; each rank's share of the cores when not set. Runs are bit-equal only
+    with equal numbers of threads."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """How long a peer may be silent before it counts as lost."""
-    silence_s: float = Field(default=30.0, gt=0)
-    """A rank not heard of for so long ends the run."""
+    """Seconds that a rank waits for a message of a peer before it treats the peer as lost."""
+    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds without a heartbeat of a rank after which the run ends."""
     trace: bool = True
-    """Whether each rank writes its time-line."""
+    """Whether each rank writes its timeline as a Chrome trace."""
     trackers: tuple[str, ...] = ()
-    """Where else events go: "tensorboard", "wandb", "mlflow"."""
+    """Experiment trackers that also receive events: "tensorboard", "wandb", "mlflow"."""
 
     @field_validator("name")
     @classmethod
-    def _is_a_plain_name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if not re.fullmatch(r"\w[\w.-]{0,99}", name):
             raise ValueError("expected letters, digits, dots, dashes and underscores, 100 at most")
         return name
 
 
 class RunConfig(Config):
-    """Everything a run file may say."""
+    """All settings of a run, as in a run file."""
 
     recipe: str | None = None
-    """The published run that this one is laid over, by name; see stretto recipe."""
+    """Name of the recipe whose settings the run file overrides; ``stretto recipe`` lists them."""
     run: RunSection = RunSection()
     model: ModelConfig = CNNConfig()
     data: DataConfig = ShapesConfig()
@@ -107,49 +113,52 @@ class RunConfig(Config):
 
     @property
     def run_dir(self) -> Path:
-        """Where the run keeps everything it writes."""
+        """Folder of all files that the run writes."""
         return Path(self.run.folder) / self.run.name
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Data and model of a run, built and tried on each other."""
+class PreparedRun:
+    """Data and model of a run, after a trial forward pass."""
 
-    source: Source
-    test_source: Source
+    source: SampleSource
+    test_source: SampleSource
     model: nn.Module
     calls: tuple[str, ...] | None = None
-    """The modules that a forward calls, in the order of their first calls, where it was seen."""
+    """Modules in the order of their first call in the trial forward pass; None if not recorded."""
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Build data and model and try them on each other: mistakes show before anything starts.
+def prepare(config: RunConfig) -> PreparedRun:
+    """Build data and model and run a trial forward pass, so that mistakes show before the start.
 
     Raises:
-        ConfigError: The batch is larger than the data, or the model cannot take its samples.
+        ConfigError: A setting is invalid, the batch is larger than the data, or the model cannot
+            process the samples.
     """
     check_trackers(config.run.trackers)
     _check_wire(config)
-    source = open_source(config.data, train=True)
+    source = open_sample_source(config.data, train=True)
     if config.train.batch > source.num_samples:
         raise ConfigError(
             f"train.batch = {config.train.batch}: the data has only {source.num_samples} training "
-            "samples; lower the batch or take more data"
+            "samples; lower the batch or use more data"
         )
     _check_classes(config, source)
-    derived_for(config, source.num_samples)
+    derive_rates(config, source.num_samples)
     model = build_model(config.model, config.run.seed)
-    calls = called_modules(model, lambda: _check_fit(config, model, source))
+    calls = called_modules(model, lambda: _try_forward(config, model, source))
     check_strategy(config.strategy, model, calls)
     if isinstance(config.strategy, ShardedConfig):
         check_estimable(config.strategy)
-    return Prepared(source, open_source(config.data, train=False), model, calls)
+    return PreparedRun(source, open_sample_source(config.data, train=False), model, calls)
 
 
-def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Loaded[RunConfig]:
-    """Return the config with what the run derives written out: threads, algorithms, bucket cuts.
+def resolve_run(
+    loaded: LoadedConfig[RunConfig], world: World, model: nn.Module
+) -> LoadedConfig[RunConfig]:
+    """Return the config with derived settings: threads, algorithms and bucket lengths.
 
-    Fed back as a run file it gives the same run, bit for bit, on any launcher.
+    Written as a run file, it gives the same run, bit for bit, under any launcher.
     """
     config = loaded.config
     derived: dict[str, object] = {}
@@ -157,64 +166,70 @@ def resolve_run(loaded: Loaded[RunConfig], world: World, model: nn.Module) -> Lo
         derived["run.threads"] = world.threads
     chosen = chosen_settings(config.strategy, world.mesh, model)
     derived |= {f"strategy.{key}": value for key, value in chosen.items()}
-    return resolve(loaded, derived)
+    return set_derived_values(loaded, derived)
 
 
-def digest(config: RunConfig) -> str:
-    """Return a fingerprint of the settings, the same on every rank of one run."""
+def settings_digest(config: RunConfig) -> str:
+    """Return a digest of the settings; all ranks of a run must have the same one."""
     text = config.model_dump_json(exclude={"run": {"folder", "threads"}})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def flat_settings(config: RunConfig) -> dict[str, object]:
     """Return every setting by its dotted key."""
-    tree = mark_table(config.model_dump(mode="json"), DEFAULT)
-    return {dotted(path): leaf.content for path, leaf in leaves(tree)}
+    tree = build_table(config.model_dump(mode="json"), SOURCE_DEFAULT)
+    return {dotted_key(path): leaf.content for path, leaf in iter_leaves(tree)}
 
 
-def fixed_settings(loaded: Loaded[RunConfig]) -> dict[str, object]:
-    """Return what makes a run this run, by dotted key: model, data, optimizer, seed and batch.
+def fixed_settings(loaded: LoadedConfig[RunConfig]) -> dict[str, object]:
+    """Return the settings that a resumption must not change, by dotted key.
 
-    Its length, its rate, how it is told and stored may change when it is resumed; so may whose
-    weights it began with, since the checkpoint has its own.
+    These are model, data, optimizer, seed and batch. A resumption may change the length, the
+    learning rate, logging, storage, and ``[init]``, because the checkpoint has the weights.
     """
-    whole = loaded.config.model_dump(mode="json")
-    free = {"data.path", "data.decoders", "data.bad_limit", "data.cache", "data.cache_size"}
-    free |= {"data.cache_folder", *(f"optim.{key}" for key in RateConfig.rate_keys())}
-    fixed = {"run.seed": whole["run"]["seed"], "train.batch": whole["train"]["batch"]}
+    tables = loaded.config.model_dump(mode="json")
+    changeable = {
+        "data.path",
+        "data.decoders",
+        "data.max_corrupt_files",
+        "data.cache",
+        "data.cache_size",
+    }
+    changeable |= {"data.cache_folder", *(f"optim.{key}" for key in LearningRateConfig.rate_keys())}
+    fixed_settings = {"run.seed": tables["run"]["seed"], "train.batch": tables["train"]["batch"]}
     for table in ("model", "data", "optim"):
-        fixed |= {f"{table}.{key}": value for key, value in whole[table].items()}
-    return {key: value for key, value in fixed.items() if key not in free}
+        fixed_settings |= {f"{table}.{key}": value for key, value in tables[table].items()}
+    return {key: value for key, value in fixed_settings.items() if key not in changeable}
 
 
 def assemble(
-    loaded: Loaded[RunConfig],
-    prepared: Prepared,
+    loaded: LoadedConfig[RunConfig],
+    prepared: PreparedRun,
     world: World,
-    channel: Channel,
+    transport: Transport,
     report: Callable[[Event], None],
     generation: int = 0,
 ) -> Parts:
-    """Put together everything the loop needs; all ranks call this together."""
+    """Build everything that the training loop needs; collective: all ranks call it together."""
     config = loaded.config
     recorder = Recorder(world.rank)
-    chosen, profile = _with_estimate(config, prepared, channel)
-    strategy = build_strategy(chosen, channel, recorder, calls=prepared.calls, profile=profile)
-    strategy.reads_gradients = config.train.reads_gradients  # a plan that is made now goes by it
-    derived = derived_for(config, prepared.source.num_samples)
-    notes = [*remarks(config.strategy), *derived.remarks()]
+    chosen, profile = _estimate_if_needed(config, prepared, transport)
+    strategy = build_strategy(chosen, transport, recorder, calls=prepared.calls, profile=profile)
+    strategy.reads_gradients = config.train.reads_gradients  # before attach, which plans with it
+    derived = derive_rates(config, prepared.source.num_samples)
+    notes = [*warnings(config.strategy), *derived.warnings()]
     if isinstance(strategy, Sharded):
-        strategy.known = replace(strategy.known, tell=notes.append)
-    making = _making(derived, prepared.model, strategy, channel)
-    model, optimizer = strategy.attach(prepared.model, making)
+        strategy.model_info = replace(strategy.model_info, report_plan=notes.append)
+    optimizer_factory = _optimizer_factory(derived, prepared.model, strategy, transport)
+    model, optimizer = strategy.attach(prepared.model, optimizer_factory)
     if isinstance(strategy, Sharded) and isinstance(chosen, ShardedConfig) and world.rank == 0:
         plan = strategy.plan.replace(unit_bytes=unit_bytes(chosen))
-        write_aside(config.run_dir / "plan.json", plan.to_json() + "\n")
+        write_atomically(config.run_dir / "plan.json", plan.to_json() + "\n")
     return Parts(
         config=config.train,
         seed=config.run.seed,
         world=world,
-        channel=channel,
+        transport=transport,
         model=model,
         optimizer=optimizer,
         strategy=strategy,
@@ -226,64 +241,65 @@ def assemble(
         notes=notes,
         checkpoints=config.run_dir / "checkpoints",
         generation=generation,
-        fixed=fixed_settings(loaded),
-        watch=Watch(config.train.early_stop),
-        scale=loss_scale(config.train.precision, config.train.loss_scale),
+        fixed_settings=fixed_settings(loaded),
+        early_stopper=EarlyStopper(config.train.early_stop),
+        loss_scale=loss_scale(config.train.precision, config.train.loss_scale),
     )
 
 
-def _making(
-    derived: Derived, model: nn.Module, strategy: Strategy, channel: Channel
+def _optimizer_factory(
+    derived: LearningRateSchedule, model: nn.Module, strategy: Strategy, transport: Transport
 ) -> MakeOptimizer:
-    """Return what builds the optimizer, with norms of groups where those differ from a rank's own.
+    """Return a function that builds the optimizer, with norms over groups of ranks if configured.
 
     Raises:
-        ConfigError: The ranks cannot be such groups.
+        ConfigError: The ranks cannot form such groups, or the strategy does not support them.
     """
-    optim, sharing = derived.config, derived.sharing
-    if sharing is not None:
-        check_sharing(sharing, channel.size)
-    if sharing is None or not isinstance(strategy, OwnModels):
+    optim, norm_sharing = derived.config, derived.norm_sharing
+    if norm_sharing is not None:
+        check_norm_groups(norm_sharing, transport.size)
+    if norm_sharing is None or not isinstance(strategy, LocalModelStrategy):
         return make_optimizer(optim, model, peak_lr=derived.lr)
     if isinstance(strategy, ADPSGD):
         raise ConfigError(
-            f"optim.norm_group = {sharing.width}: ranks of adpsgd wait for nobody's step, and "
-            "norms of a group need all of its ranks: leave norm_group out, or take "
+            f"optim.norm_group = {norm_sharing.group_size}: "
+            "ranks of adpsgd wait for nobody's step, and norms of a group need all of its ranks: "
+            "remove norm_group, or set "
             'strategy.kind = "crossover"'
         )
-    norms = GroupNorms(strategy, channel, sharing)
-    return norms.watching(make_optimizer(optim, model, norms=norms, peak_lr=derived.lr))
+    norms = GroupNorms(strategy, transport, norm_sharing)
+    return norms.with_group_norms(make_optimizer(optim, model, norms=norms, peak_lr=derived.lr))
 
 
-def _with_estimate(
-    config: RunConfig, prepared: Prepared, channel: Channel
+def _estimate_if_needed(
+    config: RunConfig, prepared: PreparedRun, transport: Transport
 ) -> tuple[AnyStrategyConfig, Profile | None]:
-    """Return the strategy and, where a plan needs one and no file has it, a profile for it.
+    """Return the strategy config and, if its plan needs one and has no file, an estimated profile.
 
-    Units are then of the size for which it was estimated, on all ranks.
+    The returned config then has the unit size of the estimate, on all ranks.
     """
     strategy = config.strategy
     if not isinstance(strategy, ShardedConfig) or not needs_estimate(strategy):
         return strategy, None
-    ingredients = Ingredients(
+    estimate_inputs = EstimateInputs(
         model=prepared.model,
-        own=own_type(prepared.model),
-        batch=largest_piece(config.train, prepared.source, channel.size),
+        parameter_dtype=parameter_dtype(prepared.model),
+        batch=largest_micro_batch(config.train, prepared.source, transport.size),
         strategy=strategy,
         optim=config.optim,
         precision=config.train.precision,
         calls=prepared.calls,
     )
-    profile = estimate_at_start(ingredients, channel)
+    profile = estimate_at_start(estimate_inputs, transport)
     return strategy.model_copy(update={"unit": profile.unit_bytes}), profile
 
 
-def derived_for(config: RunConfig, num_samples: int) -> Derived:
-    """Return the rates of a run over ``num_samples`` training samples, and the rules they follow.
+def derive_rates(config: RunConfig, num_samples: int) -> LearningRateSchedule:
+    """Return the learning rates of a run over ``num_samples`` training samples, with their rules.
 
-    Neither ranks nor micro-batches enter: a step is a step.
+    They depend on steps only, not on the number of ranks or micro-batches.
     """
-    return derive(
+    return derive_lr_schedule(
         config.optim,
         batch=config.train.batch,
         epoch_steps=count_epoch_steps(config.train, num_samples),
@@ -292,44 +308,44 @@ def derived_for(config: RunConfig, num_samples: int) -> Derived:
 
 
 def _check_wire(config: RunConfig) -> None:
-    """Refuse a wire that keeps gradients from step to step while the scale of the loss moves."""
-    if config.train.precision == "fp16" and parse_wire(config.strategy.wire).share:
+    """Refuse a codec with error feedback together with fp16, whose loss scale changes by step."""
+    if config.train.precision == "fp16" and parse_wire(config.strategy.wire).kept_fraction:
         raise ConfigError(
             f'strategy.wire = "{config.strategy.wire}" keeps what it has not sent for later steps, '
-            'and train.precision = "fp16" scales gradients anew in them: take precision "bf16", or '
-            "another wire"
+            'but train.precision = "fp16" can change the scale of gradients in them: use precision '
+            '"bf16", or another wire'
         )
 
 
-def _check_classes(config: RunConfig, source: Source) -> None:
-    """Compare class folders with answers, where the model says how many it has."""
-    answers = getattr(config.model, "classes", None)
-    if not isinstance(source, Images) or answers is None:
+def _check_classes(config: RunConfig, source: SampleSource) -> None:
+    """Raise ConfigError unless the model has as many classes as the data has class folders."""
+    num_classes = getattr(config.model, "classes", None)
+    if not isinstance(source, ImageFolder) or num_classes is None:
         return
-    folders = len(source.classes)
-    if folders != answers:
+    num_folders = len(source.classes)
+    if num_folders != num_classes:
         raise ConfigError(
-            f"model.classes = {answers}, but data.path has {folders} class folders: set "
-            f"model.classes={folders}"
+            f"model.classes = {num_classes}, but data.path has {num_folders} class folders: set "
+            f"model.classes={num_folders}"
         )
 
 
-def _check_fit(config: RunConfig, model: nn.Module, source: Source) -> None:
-    # From the whole of the data: where samples are sorted by class, all classes should show.
+def _try_forward(config: RunConfig, model: nn.Module, source: SampleSource) -> None:
+    # Samples from all parts of the data: if it is sorted by class, many classes must appear.
     trial = np.linspace(0, source.num_samples - 1, min(source.num_samples, 64)).astype(np.int64)
     inputs, targets = source.batch(trial)
     if not len(inputs):
         raise ConfigError(
-            f"data.kind = {config.data.kind!r}: of {len(trial)} samples tried none could be read: "
-            f"{source.take_account().skipped[0].reason}"
+            f"data.kind = {config.data.kind!r}: none of {len(trial)} trial samples could be read: "
+            f"{source.take_statistics().skipped[0].reason}"
         )
     model.eval()
     try:
-        # Seeded: a model may draw weights when it first sees data.
-        with torch.no_grad(), seeded(config.run.seed):
-            outputs = model(inputs[:_TRIED])
-            per_sample_loss(outputs, targets[:_TRIED])
-            for target in targets.split(1):  # which classes there are, the outputs must know
+        # Seeded, because a lazy model initialises weights at its first forward pass.
+        with torch.no_grad(), seeded_rng(config.run.seed):
+            outputs = model(inputs[:_NUM_TRIAL_SAMPLES])
+            per_sample_loss(outputs, targets[:_NUM_TRIAL_SAMPLES])
+            for target in targets.split(1):  # every target must be a class of the output
                 per_sample_loss(outputs[:1], target)
     except StrettoError:
         raise

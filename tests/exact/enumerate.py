@@ -1,37 +1,34 @@
-"""The best plan of whole units by looking at all of them, for 1 to 3 units; no solver.
+"""Finds the best plan of 1 to 3 whole units by enumeration, without a solver.
 
-What need not be looked at, and why:
+All shardings and all orders are tried, except for these, which cannot be better:
 
-- In the same order a plan with a gate that is earlier, or a due slot that is later, is never
-  slower: an arc of its `Graph` comes from an earlier slot, or goes to a later one. (A regather with
-  its gate in backward stands in another cycle's order than one with its gate in forward: the two
-  are looked at apart.) So only windows count that fit into memory while no wider ones do. They are
-  found from the widest on, by narrowing one message at a time; what cannot be faster than the best
-  plan known is not narrowed further, since that makes nothing faster.
-- Memory depends on shardings, gates and dues, and not on the order: what fits fits in any.
-- An order is not continued if it cannot be faster: `Graph.can_repeat` says no only if none that
-  begins so can repeat in that time. Nor is one in which a gather stands before its reduction.
-- A later gate of a reduction, or of parameters that stay, keeps nothing less.
-- Times are whole quanta, so "faster" is faster by one at least.
-
-Nothing else is left out: all shardings, all orders.
+- For the same order, an earlier gate or a later due slot never makes a plan slower, because an arc
+  of its `Graph` then comes from an earlier slot or goes to a later one. So only the widest windows
+  that fit into memory count. The search starts from the widest windows and narrows one message at a
+  time. A plan that cannot be faster than the best one is not narrowed further. (An unshard for
+  backward is in another cycle's order if its gate is in backward instead of forward. The two cases
+  are tried separately.)
+- Memory depends on shardings, gates and dues, not on the order: if one order fits, all do.
+- A partial order is dropped if `Graph.can_repeat` says that no order that begins so is faster, or
+  if an unshard comes before its reduction.
+- A later gate of a reduction, or of parameters that stay unsharded, saves no memory.
+- Times are whole quanta, so "faster" means faster by at least one quantum.
 """
 
 from collections.abc import Iterator
 from itertools import product
 
-from stretto.plan.building import When, build
-from stretto.plan.check import check, own_slots, window
-from stretto.plan.footprint import Footprints
-from stretto.plan.options import Choice, unit_of
-from stretto.plan.slots import Slots
-from stretto.plan.value import Message, Plan, Sharding, What
+from stretto.planner.check import allowed_window, check, unwrapped_window
+from stretto.planner.memory import Footprints
+from stretto.planner.plan import MessageKind, Plan, PlanMessage, Sharding, Slots
+from stretto.planner.presets import MessageTiming, build_plan
+from stretto.planner.unit_choices import UnitChoice, make_unit
 from tests.exact.instances import Instance, frugal_plan
 from tests.exact.repeating import Graph, steady_quanta
 
 
 def best_plan(instance: Instance) -> Plan:
-    """Return a plan that fits, and than which none is faster."""
+    """Return a fastest plan that fits into memory."""
     return _Search(instance).run()
 
 
@@ -39,17 +36,17 @@ class _Search:
     """The best plan so far."""
 
     def __init__(self, instance: Instance) -> None:
-        self._profile, self._budget = instance.profile, instance.budget
+        self._profile, self._memory_limit = instance.profile, instance.memory_limit
         self._barrier, self._footprints = instance.barrier, Footprints(instance.profile)
         self._best = frugal_plan(instance.profile, barrier=instance.barrier)
         self._quanta = steady_quanta(self._best, instance.profile)
 
     def run(self) -> Plan:
-        """Look at every sharding with every sort of window; the fewer messages, the sooner."""
+        """Try every sharding with every kind of window, plans with little communication first."""
         plans = [plan for kinds in self._shardings() for plan in self._widest(kinds)]
         for plan in sorted(plans, key=lambda plan: sum(Graph(plan, self._profile).taken)):
-            for fitting in self._fitting(plan):
-                self._look_at_orders(fitting, Graph(fitting, self._profile), ())
+            for feasible in self._feasible_plans(plan):
+                self._try_orders(feasible, Graph(feasible, self._profile), ())
         return self._best
 
     def _shardings(self) -> Iterator[tuple[Sharding, ...]]:
@@ -60,35 +57,35 @@ class _Search:
         return product(*allowed)
 
     def _widest(self, kinds: tuple[Sharding, ...]) -> Iterator[Plan]:
-        """Yield plans with the widest windows there are, in no order: regathers in each cycle."""
-        units = tuple(unit_of(self._profile, i, Choice(kind)) for i, kind in enumerate(kinds))
+        """Yield plans with the widest windows, with each unshard for backward in either cycle."""
+        units = tuple(make_unit(self._profile, i, UnitChoice(kind)) for i, kind in enumerate(kinds))
         last = len(kinds) - 1
         freed = [i for i, kind in enumerate(kinds) if kind is Sharding.ZERO3 and i < last]
         for early in product([False, True], repeat=len(freed)):
             ahead = {unit for unit, is_early in zip(freed, early, strict=True) if is_early}
-            yield build(
+            yield build_plan(
                 units, self._timing(units, ahead), barrier=self._barrier, whole_layers=False
             )
 
     def _timing(self, units: tuple, ahead: set[int]):
         bare = Plan(units=units, messages=(), barrier=self._barrier)
 
-        def timing(slots: Slots, what: What, unit: int, _block: int) -> When:
-            gate, due = window(bare, what, unit)
-            if what is What.REGATHER and unit not in ahead:
+        def timing(slots: Slots, what: MessageKind, unit: int, _block: int) -> MessageTiming:
+            gate, due = allowed_window(bare, what, unit)
+            if what is MessageKind.UNSHARD_FOR_BACKWARD and unit not in ahead:
                 gate = slots.count
-            return When(gate, due, 2 * gate)
+            return MessageTiming(gate, due, 2 * gate)
 
         return timing
 
-    def _fitting(self, widest: Plan) -> Iterator[Plan]:
-        """Yield the plans that fit and are not narrower than another that does."""
+    def _feasible_plans(self, widest: Plan) -> Iterator[Plan]:
+        """Yield the plans that fit into memory, without those narrower than another that fits."""
         waiting, seen = [widest], {widest.messages}
         while waiting:
             plan = waiting.pop()
             if not Graph(plan, self._profile).can_repeat(self._quanta - 1, ()):
                 continue
-            if self._footprints.peak(plan) <= self._budget:
+            if self._footprints.peak(plan) <= self._memory_limit:
                 yield plan
                 continue
             for narrower in _narrowed(plan):
@@ -96,18 +93,20 @@ class _Search:
                     seen.add(narrower.messages)
                     waiting.append(narrower)
 
-    def _look_at_orders(self, plan: Plan, graph: Graph, begun: tuple[int, ...]) -> None:
-        """Continue an order in every way that may be faster than the best plan."""
+    def _try_orders(self, plan: Plan, graph: Graph, begun: tuple[int, ...]) -> None:
+        """Extend a partial order in every way that may be faster than the best plan."""
         if not graph.can_repeat(self._quanta - 1, begun):
             return
         if len(begun) == len(plan.messages):
             self._take(plan.replace(messages=tuple(plan.messages[i] for i in begun)))
             return
-        reduced = {plan.messages[i].unit for i in begun if plan.messages[i].what is What.REDUCE}
+        reduced = {
+            plan.messages[i].unit for i in begun if plan.messages[i].what is MessageKind.REDUCE
+        }
         for index, message in enumerate(plan.messages):
-            ready = message.what is not What.GATHER or message.unit in reduced
+            ready = message.what is not MessageKind.UNSHARD or message.unit in reduced
             if index not in begun and ready:
-                self._look_at_orders(plan, graph, (*begun, index))
+                self._try_orders(plan, graph, (*begun, index))
 
     def _take(self, plan: Plan) -> None:
         check(plan)
@@ -117,21 +116,21 @@ class _Search:
 
 
 def _narrowed(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans in which one message begins a slot later, or is due a slot sooner."""
+    """Yield the plans in which one message has its gate a slot later or its due a slot earlier."""
     for index, message in enumerate(plan.messages):
         for changed in _narrower(plan, message):
             messages = (*plan.messages[:index], changed, *plan.messages[index + 1 :])
             yield plan.replace(messages=messages)
 
 
-def _narrower(plan: Plan, message: Message) -> Iterator[Message]:
+def _narrower(plan: Plan, message: PlanMessage) -> Iterator[PlanMessage]:
     slots = plan.slots
-    if message.what is What.REDUCE:  # a later gate would keep nothing less
+    if message.what is MessageKind.REDUCE:  # a later gate would save no memory
         if message.due > slots.backward(message.unit) + 1:
             yield message.model_copy(update={"due": message.due - 1})
         return
-    gate, due = own_slots(slots, message)
-    stays = not plan.units[message.unit].sharding.is_freed
-    changes_cycle = message.what is What.REGATHER and gate + 1 == slots.count
+    gate, due = unwrapped_window(slots, message)
+    stays = not plan.units[message.unit].sharding.shards_parameters
+    changes_cycle = message.what is MessageKind.UNSHARD_FOR_BACKWARD and gate + 1 == slots.count
     if gate < due and not stays and not changes_cycle:
         yield message.model_copy(update={"gate": (gate + 1) % slots.count})

@@ -1,10 +1,11 @@
-"""An instance as plain numbers for `tests.exact.cpsat`, and its answer as a plan.
+"""Converts an instance to plain numbers for `tests.exact.cpsat`, and the answer to a plan.
 
-For each unit and sort of message there is a list of options: a sharding with a gate and a due slot,
-how long the link is busy with it, and what it keeps at each moment of a cycle. What is always kept
-is with the reduction, which every sharding has. An option that keeps what a looser one keeps (an
-earlier gate, a later due slot) is left out, since it is never faster: of a reduction, which keeps
-nothing less by waiting, there is the first gate only.
+For each unit and kind of message there is a list of options. An option is a sharding with a gate
+and a due slot, the time on the link, and the bytes in memory at each moment of a cycle. Bytes that
+are always in memory count with the reduction, which every sharding has.
+
+An option is left out if a wider window (earlier gate, later due slot) needs the same memory, since
+it is never faster. A reduction saves no memory by waiting, so only its first gate is an option.
 """
 
 import json
@@ -15,27 +16,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stretto.plan.check import check
-from stretto.plan.footprint import Footprints
-from stretto.plan.memory import Holding
-from stretto.plan.options import Choice, unit_of
-from stretto.plan.presets import PRESETS, Wish, named_plan
-from stretto.plan.slots import Slots
-from stretto.plan.timing import time_plan
-from stretto.plan.value import Message, Plan, Sharding, What
+from stretto.planner.check import check
+from stretto.planner.memory import Footprints, UnitMemory
+from stretto.planner.plan import MessageKind, Plan, PlanMessage, Sharding, Slots
+from stretto.planner.presets import PLAN_PRESETS, PresetOptions, preset_plan
+from stretto.planner.timing import time_plan
+from stretto.planner.unit_choices import UnitChoice, make_unit
 from tests.exact.instances import QUANTUM_S, Instance, frugal_plan
 from tests.exact.repeating import quanta, steady_quanta
 
 ROOT = Path(__file__).parents[2]
 _MOMENTS = 3
-"""Of a slot, as memory is charged: it is entered, it runs, it is left."""
+"""Moments of a slot at which memory is counted: when it is entered, runs, and is left."""
 
 Span = tuple[int, int, int]
-"""First and last moment, and bytes; moments may be those of the next cycle."""
+"""(first moment, last moment, bytes); moments may belong to the next cycle."""
 
 
 class Exact(NamedTuple):
-    """What a solver found."""
+    """The answer of the solver."""
 
     plan: Plan
     step_s: float
@@ -44,9 +43,9 @@ class Exact(NamedTuple):
 
 
 def solver_python() -> str | None:
-    """Return an interpreter that has OR-Tools; its pins are not ours, so it may live apart."""
-    apart = Path(sys.prefix, "exact", "bin", "python")
-    return next((p for p in (sys.executable, str(apart)) if _has_ortools(p)), None)
+    """Return a Python that has OR-Tools, maybe in an environment of its own, or None."""
+    separate = Path(sys.prefix, "exact", "bin", "python")
+    return next((p for p in (sys.executable, str(separate)) if _has_ortools(p)), None)
 
 
 @cache
@@ -59,10 +58,10 @@ def _has_ortools(python: str) -> bool:
 
 
 def solve(instances: Sequence[Instance], limit_s: float = 20.0) -> list[Exact]:
-    """Return the best plan of each instance, found in a process of its own.
+    """Return the best plan of each instance, found in a separate process.
 
     Raises:
-        AssertionError: The plan cannot be carried out, or has another time or memory than found.
+        AssertionError: The plan is invalid, or has another time or memory than the solver says.
     """
     python = solver_python()
     assert python is not None, "no interpreter has OR-Tools"
@@ -82,12 +81,12 @@ def solve(instances: Sequence[Instance], limit_s: float = 20.0) -> list[Exact]:
 
 
 def _confirmed(instance: Instance, answer: dict[str, Any]) -> Exact:
-    """Return the answer as a plan that has been checked, timed and charged by those who know."""
+    """Return the answer as a plan, after checking it, its time and its memory."""
     assert "messages" in answer, f"the solver says {answer['status']}"
     plan = plan_of(instance, answer["messages"])
     check(plan)
     step_s, proven = answer["step"] * QUANTUM_S, answer["status"] == "OPTIMAL"
-    assert Footprints(instance.profile).peak(plan) == answer["peak"] <= instance.budget
+    assert Footprints(instance.profile).peak(plan) == answer["peak"] <= instance.memory_limit
     timed_s = time_plan(plan, instance.profile).step_s
     late = timed_s / step_s - 1
     assert abs(late) < 1e-6 if proven else late < 1e-6, f"found {step_s} s, timed {timed_s} s"
@@ -95,48 +94,48 @@ def _confirmed(instance: Instance, answer: dict[str, Any]) -> Exact:
 
 
 def plan_of(instance: Instance, messages: Sequence[dict[str, Any]]) -> Plan:
-    """Return the plan with these messages, each of which names its unit's sharding."""
+    """Return the plan with these messages, each of which has the sharding of its unit."""
     kinds = {m["unit"]: Sharding(m["sharding"]) for m in messages}
-    units = [unit_of(instance.profile, i, Choice(kind)) for i, kind in sorted(kinds.items())]
+    units = [make_unit(instance.profile, i, UnitChoice(kind)) for i, kind in sorted(kinds.items())]
     keys = ("what", "unit", "gate", "due")
     return Plan(
         units=tuple(units),
-        messages=tuple(Message(block=0, **{key: m[key] for key in keys}) for m in messages),
+        messages=tuple(PlanMessage(block=0, **{key: m[key] for key in keys}) for m in messages),
         barrier=instance.barrier,
     )
 
 
 def problem_of(instance: Instance) -> dict[str, Any]:
-    """Return an instance as numbers: times in quanta, bytes as they are."""
+    """Return an instance as numbers, with times in quanta."""
     profile = instance.profile
-    shapes = [unit_of(profile, i, Choice(Sharding.ZERO3)) for i in range(len(profile.units))]
+    shapes = [make_unit(profile, i, UnitChoice(Sharding.ZERO3)) for i in range(len(profile.units))]
     bare = Plan(units=tuple(shapes), messages=(), barrier=instance.barrier)
     other = Footprints(profile).activations(bare)
-    lengths_s = profile.lengths([False] * len(shapes), barrier=instance.barrier)
+    lengths_s = profile.slot_seconds([False] * len(shapes), barrier=instance.barrier)
     units = [_Options(instance, index).all() for index in range(len(shapes))]
     return {
         "lengths": [quanta(length_s) for length_s in lengths_s],
-        "budget": instance.budget,
+        "memory_limit": instance.memory_limit,
         "other": [num_bytes for num_bytes in other for _ in range(_MOMENTS)],
         "units": units,
-        "most": _known_quanta(instance),
+        "most": _upper_bound_quanta(instance),
     }
 
 
-def _known_quanta(instance: Instance) -> int:
-    """Return what the best plan takes for which nobody has to search; else what any plan takes."""
+def _upper_bound_quanta(instance: Instance) -> int:
+    """Return the time of the best preset plan that fits; else an upper bound for any plan."""
     profile, footprints = instance.profile, Footprints(instance.profile)
-    wish = Wish(barrier=instance.barrier)
-    plans = [named_plan(name, profile.shapes, wish) for name in PRESETS]
+    preset_options = PresetOptions(barrier=instance.barrier)
+    plans = [preset_plan(name, profile.shapes, preset_options) for name in PLAN_PRESETS]
     plans.append(frugal_plan(profile, barrier=instance.barrier))
-    fitting = [plan for plan in plans if footprints.peak(plan) <= instance.budget]
-    if fitting:
-        return min(steady_quanta(plan, profile) for plan in fitting)
-    return quanta(profile.compute_s + profile.update_s + profile.channel_s(plans[-1]))
+    feasible = [plan for plan in plans if footprints.peak(plan) <= instance.memory_limit]
+    if feasible:
+        return min(steady_quanta(plan, profile) for plan in feasible)
+    return quanta(profile.compute_s + profile.update_s + profile.link_s(plans[-1]))
 
 
 class _Options:
-    """The options of one unit."""
+    """Computes the options of one unit."""
 
     def __init__(self, instance: Instance, unit: int) -> None:
         self._profile, self._barrier = instance.profile, instance.barrier
@@ -146,63 +145,74 @@ class _Options:
         self._footprints = Footprints(instance.profile)
 
     def all(self) -> dict[str, list[dict[str, Any]]]:
-        """Return them by sort of message, those of one sharding beside each other."""
+        """Return the options by kind of message; those of one sharding are adjacent."""
         kinds = [kind for kind in Sharding if self._counts(kind)]
-        split = [kind for kind in kinds if kind.is_split]
+        split = [kind for kind in kinds if kind.shards_optimizer]
         return {
             "reduce": [option for kind in kinds for option in _loosest(self._reductions(kind))],
-            "gather": [option for kind in split for option in _loosest(self._gathers(kind))],
-            "regather": [*self._regathers()] if Sharding.ZERO3 in kinds else [],
+            "unshard": [option for kind in split for option in _loosest(self._unshards(kind))],
+            "unshard_for_backward": [*self._unshards_for_backward()]
+            if Sharding.ZERO3 in kinds
+            else [],
         }
 
     def _counts(self, kind: Sharding) -> bool:
-        """Say whether a sharding is allowed, and not in every way worse than another."""
+        """Return whether a sharding is allowed, and not worse than another in every respect."""
         if kind is not Sharding.ZERO1:
             return not (self._used_often and kind is Sharding.ZERO3)
-        # With the same messages it keeps room for gradients, where the other takes it for a while.
+        # ZERO1 has the messages of SDP, but always keeps gradients; SDP only for a while.
         other = self._held(Sharding.SDP)
-        most = other.always + sum(other.gradients) + sum(other.reduced)
-        return self._held(kind).always < most
+        most = other.persistent + sum(other.gradients) + sum(other.reduced_gradients)
+        return self._held(kind).persistent < most
 
     def _reductions(self, kind: Sharding) -> Iterator[dict[str, Any]]:
-        slots, held = self._slots, self._held(kind)
-        always = (0, _left(slots.count - 1), held.always)
+        slots, unit_memory = self._slots, self._held(kind)
+        persistent = (0, _left(slots.count - 1), unit_memory.persistent)
         last = slots.update if self._barrier else self._forward
         first = 0 if self._used_often else self._backward
         for due in range(last, self._backward, -1):
             over = _runs(slots.update) if self._barrier else _entered(due)
-            sent = over if held.in_place else _entered(due)
+            sent = over if unit_memory.updates_in_place else _entered(due)
             spans = [
-                always,
-                (_runs(first), sent, sum(held.gradients)),
-                (_left(self._backward), over, sum(held.reduced)),
+                persistent,
+                (_runs(first), sent, sum(unit_memory.gradients)),
+                (_left(self._backward), over, sum(unit_memory.reduced_gradients)),
             ]
-            yield self._option(What.REDUCE, kind, (self._backward, due), self._backward, spans)
+            yield self._option(
+                MessageKind.REDUCE, kind, (self._backward, due), self._backward, spans
+            )
 
-    def _gathers(self, kind: Sharding) -> Iterator[dict[str, Any]]:
-        slots, held, due = self._slots, self._held(kind), self._forward
+    def _unshards(self, kind: Sharding) -> Iterator[dict[str, Any]]:
+        slots, unit_memory, due = self._slots, self._held(kind), self._forward
         first = slots.update if self._barrier else self._backward + 1
         used = slots.count + self._backward if kind is Sharding.ZERO2 else due
-        reduced = self._quanta(What.REDUCE, kind)
+        reduce_quanta = self._quanta(MessageKind.REDUCE, kind)
         for gate in range(first, due + 1):
             begins = max(_entered(gate), _left(slots.update)) if self._barrier else _entered(gate)
-            spans = [(begins, _runs(used), held.gathered)]
+            spans = [(begins, _runs(used), unit_memory.unsharded)]
             if kind is Sharding.ZERO2:
-                spans.append((_runs(due), _entered(used), -held.inside))
+                spans.append((_runs(due), _entered(used), -unit_memory.shard_overlap))
             after = max(gate - 1, slots.update) if self._barrier else gate - 1
-            option = self._option(What.GATHER, kind, (gate, due), after, spans)
-            yield option | {"reduced": reduced}
+            option = self._option(MessageKind.UNSHARD, kind, (gate, due), after, spans)
+            yield option | {"reduced": reduce_quanta}
 
-    def _regathers(self) -> Iterator[dict[str, Any]]:
+    def _unshards_for_backward(self) -> Iterator[dict[str, Any]]:
         used, kind = self._slots.count + self._backward, Sharding.ZERO3
         for gate in range(self._forward + 1, used + 1):
             slot = gate % self._slots.count
-            spans = [(_entered(gate), _runs(used), self._held(kind).gathered)]
-            option = self._option(What.REGATHER, kind, (slot, self._backward), slot - 1, spans)
+            spans = [(_entered(gate), _runs(used), self._held(kind).unsharded)]
+            option = self._option(
+                MessageKind.UNSHARD_FOR_BACKWARD, kind, (slot, self._backward), slot - 1, spans
+            )
             yield option | {"ahead": gate < self._slots.count}
 
     def _option(
-        self, what: What, kind: Sharding, window: tuple[int, int], after: int, spans: list[Span]
+        self,
+        what: MessageKind,
+        kind: Sharding,
+        window: tuple[int, int],
+        after: int,
+        spans: list[Span],
     ) -> dict[str, Any]:
         return {
             "sharding": str(kind),
@@ -211,28 +221,28 @@ class _Options:
             "after": after,
             "ahead": False,
             "length": self._quanta(what, kind),
-            "kept": self._folded(spans),
+            "kept": self._bytes_by_moment(spans),
         }
 
-    def _folded(self, spans: Sequence[Span]) -> list[int]:
-        """Return the bytes at each moment; what a cycle leaves is there beside the next one's."""
+    def _bytes_by_moment(self, spans: Sequence[Span]) -> list[int]:
+        """Return the bytes at each moment of a cycle; spans may reach into the next cycle."""
         kept = [0] * (_MOMENTS * self._slots.count)
         for first, last, num_bytes in spans:
             for moment in range(first, last + 1):
                 kept[moment % len(kept)] += num_bytes
         return kept
 
-    def _held(self, kind: Sharding) -> Holding:
-        unit = unit_of(self._profile, self._unit, Choice(kind))
+    def _held(self, kind: Sharding) -> UnitMemory:
+        unit = make_unit(self._profile, self._unit, UnitChoice(kind))
         return self._footprints.of_unit(self._unit, unit, self._barrier)
 
-    def _quanta(self, what: What, kind: Sharding) -> int:
-        unit = unit_of(self._profile, self._unit, Choice(kind))
-        return quanta(self._profile.carried_s(unit, what, unit.numel))
+    def _quanta(self, what: MessageKind, kind: Sharding) -> int:
+        unit = make_unit(self._profile, self._unit, UnitChoice(kind))
+        return quanta(self._profile.transfer_s(unit, what, unit.numel))
 
 
 def _loosest(options: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield those that keep something else than all before them, which are looser."""
+    """Yield the options whose memory differs from that of all wider ones, which come first."""
     seen: list[list[int]] = []
     for option in options:
         if option["kept"] not in seen:

@@ -1,48 +1,49 @@
-"""Whether a plan can repeat every so many quanta: a graph of what comes after what.
+"""Computes the time of a step of a plan with a constraint graph, without a simulation.
 
-Nodes are the starts of slots and of messages. An arc says that one comes so many quanta after
-another, of the same cycle or of the one before. A period is long enough if no circle of arcs takes
-longer than the periods it spans; the least such period is what a step takes. Nothing is simulated:
-this is a second opinion about `stretto.plan.clock`, for one lane and no slowdown.
+Nodes are the starts of slots and of messages. An arc says that one node comes at least a number of
+quanta after another, in the same cycle or the one before. A period is long enough if no cycle of
+the graph takes longer than the periods that it spans. The shortest such period is the time of a
+step.
+This verifies `stretto.planner.exact_timing` independently, for one lane and no slowdown.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from stretto.plan.check import ready_moment
-from stretto.plan.profile import Profile
-from stretto.plan.value import Plan, What
+from stretto.planner.check import ready_half_slot
+from stretto.planner.plan import MessageKind, Plan
+from stretto.planner.profile import Profile
 from tests.exact.instances import QUANTUM_S
 
 
 class Arc(NamedTuple):
-    """``later`` begins not before so many quanta after ``sooner`` has begun."""
+    """``later`` starts at least ``quanta`` after the start of ``sooner``."""
 
     sooner: int
     later: int
     quanta: int
     cycles: int
-    """Of how many cycles before ``later`` is ``sooner``."""
+    """Number of cycles by which ``sooner`` is before ``later``."""
 
 
 class Graph:
-    """The arcs of plans that differ in the order of their messages."""
+    """The arcs that all orders of a plan's messages share."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self._plan, self._count = plan, plan.slots.count
         checkpoints = [unit.checkpoint for unit in plan.units]
-        lengths_s = profile.lengths(checkpoints, barrier=plan.barrier)
+        lengths_s = profile.slot_seconds(checkpoints, barrier=plan.barrier)
         self._lengths = [quanta(length_s) for length_s in lengths_s]
         self.taken = [quanta(profile.message_s(plan, m)) for m in plan.messages]
         self._fixed = [*self._of_slots(), *self._of_messages()]
 
     def can_repeat(self, period: int, order: Sequence[int]) -> bool:
-        """Say whether a cycle may take ``period`` with these messages first, in this order.
+        """Return whether the plan can repeat every ``period`` quanta if its messages begin so.
 
-        The others come behind them in any order. The answer is exact if there are none. Else it
-        takes them to be carried all at once, and one after another in all: a no is a no for every
-        order that begins so.
+        The messages of ``order`` come first, in this order; the others follow in any order. The
+        answer is exact if there are no others. Otherwise the others are relaxed: False holds for
+        every order that begins so, True may be wrong.
         """
         others = [i for i in range(len(self.taken)) if i not in order]
         if period < max(sum(self.taken), sum(self._lengths)):
@@ -60,7 +61,7 @@ class Graph:
         return False
 
     def least_period(self, order: Sequence[int]) -> int:
-        """Return what a step takes."""
+        """Return the time of a step in quanta, with the messages in this order."""
         low, high = 0, sum(self._lengths) + sum(self.taken)
         while low < high:
             middle = (low + high) // 2
@@ -75,14 +76,16 @@ class Graph:
         plan, slots = self._plan, self._plan.slots
         for index, message in enumerate(plan.messages):
             node = self._count + index
-            # The end of slot t, which is when the next one is entered, is two of a plan's moments.
-            after = (ready_moment(plan, message) - 1) // 2
+            # A plan counts half slots: the end of slot t is the start of slot t + 1.
+            after = (ready_half_slot(plan, message) - 1) // 2
             yield Arc(after % self._count, node, self._lengths[after], after < 0)
-            ahead = message.what is What.REGATHER and slots.is_forward(message.gate)
+            ahead = message.what is MessageKind.UNSHARD_FOR_BACKWARD and slots.is_forward(
+                message.gate
+            )
             yield Arc(node, message.due, self.taken[index], ahead)
-            if message.what is What.GATHER:
+            if message.what is MessageKind.UNSHARD:
                 keys = [(m.what, m.unit, m.block) for m in plan.messages]
-                reduction = keys.index((What.REDUCE, message.unit, message.block))
+                reduction = keys.index((MessageKind.REDUCE, message.unit, message.block))
                 yield Arc(self._count + reduction, node, self.taken[reduction], 0)
 
     def _of_order(self, order: Sequence[int], others: Sequence[int]) -> Iterator[Arc]:
@@ -102,12 +105,12 @@ class Graph:
 
 
 def steady_quanta(plan: Plan, profile: Profile) -> int:
-    """Return what a step of ``plan`` takes once steps are alike."""
+    """Return the time of a step of ``plan`` in the steady state, in quanta."""
     return Graph(plan, profile).least_period(range(len(plan.messages)))
 
 
 def quanta(seconds: float) -> int:
-    """Return a time as a whole number of quanta, which it must be."""
+    """Return a time in quanta; it must be a whole number of them."""
     number = round(seconds / QUANTUM_S)
     assert abs(number - seconds / QUANTUM_S) < 1e-6, f"{seconds} s is no multiple of a quantum"
     return number

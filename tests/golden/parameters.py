@@ -1,6 +1,6 @@
-"""Which parameters of our models are of norms, or biases: kept beside, to be read and compared.
+"""The parameters of norms and the biases of the bundled models, stored in parameters.json.
 
-``python -m tests.golden.parameters`` writes ``parameters.json`` anew.
+``python -m tests.golden.parameters`` rewrites the file.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.model import (
+from stretto.models import (
     CNN,
     GPT,
     VGG,
@@ -38,14 +38,14 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm
 
 
 def build(label):
-    """Return the model without room for its values: names, types and shapes are all there is."""
+    """Return the model on the meta device: names, types and shapes, without values."""
     kind, config = MODELS[label]
     with torch.device("meta"):
         return kind(config)
 
 
 def norms_and_biases(model):
-    """Return what belongs to a norm, and what else has one dimension at most."""
+    """Return the parameters of norm layers, and all others of at most one dimension."""
     of_norms = {
         f"{name}.{leaf}"
         for name, module in model.named_modules()

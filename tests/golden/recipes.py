@@ -1,6 +1,8 @@
-"""What ``stretto recipe`` prints for published runs, held in recipes.txt.
+"""The output of ``stretto recipe`` for published runs, stored in recipes.txt.
 
-python -m tests.golden.recipes      writes it anew; look at the difference
+    python -m tests.golden.recipes
+
+rewrites the file; review the difference.
 """
 
 import subprocess
@@ -21,16 +23,16 @@ SHOWN = {
     "86,016, 4 groups": ["crossover_86k_groups4", "--workers", "16"],
     "CIFAR-10": ["cifar10", "--workers", "1"],
 }
-"""What is shown, and how it is asked for."""
+"""Case -> arguments of ``stretto recipe``."""
 
 if __name__ == "__main__":
     pages = [
         subprocess.run(
-            [sys.executable, "-m", "stretto", "recipe", *asked],
+            [sys.executable, "-m", "stretto", "recipe", *arguments],
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        for asked in SHOWN.values()
+        for arguments in SHOWN.values()
     ]
     GOLDEN.write_text("\n".join(pages))

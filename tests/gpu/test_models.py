@@ -1,19 +1,19 @@
-"""Our residual networks on a GPU against timm's and torchvision's: same weights, same answers."""
+"""Our ResNets on a GPU against those of timm and torchvision: same weights, same outputs."""
 
 import pytest
 import torch
 
-from tests.unit.model.test_names import as_theirs
+from tests.unit.models.test_names import as_theirs
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore"),  # what a library says of itself
+    pytest.mark.filterwarnings("ignore"),  # the libraries warn about themselves
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
 
 TOLERANCE = 1e-5
-"""Of float32, relative to the largest answer: kernels may be chosen anew, and sum in another
-order. TensorFloat-32, with its ten bits, would miss it by two orders of magnitude."""
+"""Tolerance of float32, relative to the largest output. Other kernels may be chosen, which sum in
+another order. TensorFloat-32, with its ten bits, would miss it by two orders of magnitude."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,5 +35,7 @@ def test_the_same_weights_give_the_same_answers_and_gradients(library, depth, tr
     for logits in (expected, found):
         logits.square().mean().backward()
     gradient = theirs.conv1.weight.grad
-    allowed = 100 * TOLERANCE * gradient.abs().max().item()  # summed over all places and layers
+    allowed = (
+        100 * TOLERANCE * gradient.abs().max().item()
+    )  # a gradient is a sum over all positions and layers
     torch.testing.assert_close(ours.stem[0].weight.grad, gradient, rtol=0, atol=allowed)

@@ -1,4 +1,4 @@
-"""Several NCCL ranks on one GPU: every algorithm's sums, and a peer that dies."""
+"""Several NCCL ranks on one GPU: the sums of every algorithm, and a peer that dies."""
 
 import os
 import re
@@ -20,23 +20,26 @@ ROOT = Path(__file__).parents[2]
 RANK = [sys.executable, "tests/gpu/nccl_rank.py"]
 CHECKS = ["check_allreduce", "check_others", "check_many_in_flight", "check_no_allocation"]
 TIMEOUT_S = 20
-"""After which `nccl_rank.py` gives a collective up; NCCL itself would wait three times as long."""
+"""Time-out of a collective in `nccl_rank.py`; NCCL's own is three times as long."""
 STARTING_S = 40
-"""For ranks to import, meet and open their communicators, several on one GPU."""
+"""Time in which ranks import, rendezvous and open their communicators, several on one GPU."""
 
 
 def on_one_gpu(
     hosts: int, per_host: int, command: list[str], limit_s: float
 ) -> tuple[int, str, str]:
-    """Run the command as every rank; return the first code that is not 0, rank 0's output, stderr.
+    """Run the command as every rank; return (exit code, rank 0's stdout, stderr).
 
-    Other ranks' output is part of stderr.
+    The exit code is the first one that is not 0. The output of other ranks is part of stderr.
     """
     shape = ["--hosts", str(hosts), "--ranks-per-host", str(per_host)]
     ranks = subprocess.Popen(
         [sys.executable, "benchmarks/one_gpu.py", *shape, "--", *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # whatever we import, they can
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },  # the ranks can import the same modules
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,9 +53,9 @@ def on_one_gpu(
 
 
 def _ended(ranks: "subprocess.Popen[str]") -> str:
-    """End the ranks and whoever started them; return what they had said."""
-    for word in (signal.SIGINT, signal.SIGKILL):  # interrupted, it ends the daemon it started too
-        os.killpg(ranks.pid, word)
+    """End the ranks and their parent process; return their output."""
+    for signal_number in (signal.SIGINT, signal.SIGKILL):  # SIGINT also ends the MPS daemon
+        os.killpg(ranks.pid, signal_number)
         try:
             return "\n".join(ranks.communicate(timeout=15))
         except subprocess.TimeoutExpired:
@@ -73,13 +76,13 @@ def test_every_collective_holds_on_a_gpu(hosts, per_host):
 def test_when_a_peer_dies_every_other_rank_ends_and_names_the_collective(hosts, per_host):
     limit_s = STARTING_S + TIMEOUT_S + 15
     code, out, said = on_one_gpu(hosts, per_host, [*RANK, "death"], limit_s)
-    # The first code that is not 0: rank 0's own, not the 9 that rank 1 died with.
+    # The first code that is not 0 is that of rank 0, not the 9 of rank 1.
     assert code not in (0, 9), said
     assert "all held" not in out
     assert "came to its end" not in said
     for rank in set(range(hosts * per_host)) - {1}:
-        # By the watchman, or by the call that NCCL refused because it had noticed first.
-        watched = r"ring/2 over 1000000 x torch\.float32 (is not over after|failed on)"
+        # Named by the watchdog, or by a call that NCCL refused because it noticed first.
+        watched = r"ring/2 over 1000000 x torch\.float32 (has not finished after|failed on)"
         refused = rf"NCCL gave up: .*; in ring/2 for {hosts * per_host} ranks, round "
         named = f"rank {rank}: ({watched}|{refused})"
         assert re.search(named, said), f"rank {rank} did not say so: {said}"

@@ -1,17 +1,10 @@
-"""Steps on a GPU: nothing waits for the device, and the numbers are the CPU's."""
+"""Optimizer steps on a GPU: the host never waits, and the results are those of the CPU."""
 
 import pytest
 import torch
 
-from stretto.model import ResNetConfig, build_model
-from stretto.optim import (
-    AdamConfig,
-    AdamWConfig,
-    LAMBConfig,
-    LARSConfig,
-    SGDConfig,
-    make_optimizer,
-)
+from stretto.models import ResNetConfig, build_model
+from stretto.optim import AdamConfig, AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +23,7 @@ CONFIGS = [
 
 
 def stepped(config, device, *, quiet):
-    """Return the weights of a ResNet after three steps along gradients drawn on the CPU."""
+    """Return the weights of a ResNet after three steps with gradients drawn on the CPU."""
     torch.manual_seed(0)
     model = build_model(ResNetConfig(width=8), seed=0).to(device)
     optimizer = make_optimizer(config, model)(model.parameters())
@@ -48,6 +41,6 @@ def stepped(config, device, *, quiet):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-def test_a_step_never_waits_for_the_device_and_is_the_cpus(config):
+def test_a_step_never_waits_for_the_device_and_equals_the_cpus(config):
     on_gpu = stepped(config, "cuda", quiet=True)
     torch.testing.assert_close(on_gpu, stepped(config, "cpu", quiet=False), rtol=1e-4, atol=1e-5)

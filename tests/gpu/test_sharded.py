@@ -1,11 +1,11 @@
-"""Sharded plans on a GPU: several NCCL ranks compute what one rank does, and keep what is said."""
+"""Sharded plans on a GPU: NCCL ranks train as one rank does, within the planned memory."""
 
 import sys
 
 import pytest
 import torch
 
-from stretto.plan.presets import PRESETS
+from stretto.planner.presets import PLAN_PRESETS
 from tests.gpu.test_nccl import on_one_gpu
 
 pytestmark = [
@@ -24,8 +24,8 @@ def test_every_plan_trains_as_one_rank(hosts, per_host):
     assert out.splitlines()[-1] == "check_plans held"
 
 
-@pytest.mark.parametrize("plan", PRESETS)
-def test_the_allocator_keeps_what_the_plan_says(plan):
+@pytest.mark.parametrize("plan", PLAN_PRESETS)
+def test_the_allocators_peak_is_that_of_the_plan(plan):
     code, out, said = on_one_gpu(2, 1, [*RANK, f"check_allocator:{plan}"], limit_s=100)
     assert code == 0, out + said
     assert out.splitlines()[-1] == f"check_allocator:{plan} held"

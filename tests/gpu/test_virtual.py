@@ -1,10 +1,10 @@
-"""Virtual workers on a GPU: a recorded step learns what workers do one by one on a CPU."""
+"""Virtual workers on a GPU: a recorded step trains as workers one by one on a CPU do."""
 
 import pytest
 import torch
 
-from stretto.data import open_source
-from stretto.run import Prepared
+from stretto.data import open_sample_source
+from stretto.run import PreparedRun
 from stretto.virtual import train_virtually
 from tests.laws.test_virtual import WORKERS, initial, loaded_run
 
@@ -27,12 +27,12 @@ pytestmark = [
     ],
     ids=" ".join,
 )
-def test_it_learns_what_it_does_on_a_cpu(tmp_path, more):
+def test_training_on_a_gpu_equals_training_on_a_cpu(tmp_path, more):
     loaded = loaded_run(tmp_path, *more)
 
     def trained(device):
-        sources = [open_source(loaded.config.data, train=part) for part in (True, False)]
-        prepared = Prepared(*sources, initial())
+        sources = [open_sample_source(loaded.config.data, train=part) for part in (True, False)]
+        prepared = PreparedRun(*sources, initial())
         return train_virtually(loaded.config, prepared, WORKERS, device=device)
 
     here, there = trained("cpu"), trained("cuda")

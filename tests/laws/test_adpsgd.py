@@ -1,4 +1,4 @@
-"""AD-PSGD is what its paper says in any order; nobody waits for a slow worker; nothing is lost."""
+"""AD-PSGD equals its paper in every order; a slow worker delays nobody; no update is lost."""
 
 import copy
 import threading
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stretto
-from stretto.comm.local import run_local
+from stretto.comm.local_transports import run_threads
 from stretto.errors import ConfigError
-from stretto.optim.combining import average_pair_
-from stretto.strategy import ADPSGDConfig, build_strategy
-from stretto.topology import Act, random_events
+from stretto.optim.rules import average_pair_
+from stretto.strategies import ADPSGDConfig, build_strategy
+from stretto.topology import OperationKind, random_operations
 from tests.laws.test_gossip import (
     LR,
     MOMENTUM,
@@ -35,26 +35,26 @@ from tests.laws.test_gossip import (
 
 SEED = 5
 FAR = 10
-"""By so much a worker begins above the one before, where it is to be seen that they meet."""
+"""Difference between the initial weights of consecutive workers, to show that they converge."""
 
 
 def flat(weights):
     return np.concatenate([w.ravel() for w in weights])
 
 
-def published(events, workers):
-    """Return every worker's weights after each event, as the paper has them."""
+def published(operations, workers):
+    """Return every worker's weights after each operation, by the paper's algorithm."""
     all_ranks, read = Workers(workers), {}
     x, u, history = all_ranks.x, all_ranks.u, []
-    for event in events:
-        i = event.worker
-        if event.act is Act.READ:
+    for operation in operations:
+        i = operation.worker
+        if operation.kind is OperationKind.READ:
             read[i] = [w.copy() for w in x[i]]
-        elif event.act is Act.AVERAGE:
-            mean = [(a + b) / 2 for a, b in zip(x[i], x[event.peer], strict=True)]
-            x[i], x[event.peer] = mean, [w.copy() for w in mean]
+        elif operation.kind is OperationKind.AVERAGE:
+            mean = [(a + b) / 2 for a, b in zip(x[i], x[operation.peer], strict=True)]
+            x[i], x[operation.peer] = mean, [w.copy() for w in mean]
         else:
-            batch = all_ranks.inputs[event.step, i], all_ranks.targets[event.step, i]
+            batch = all_ranks.inputs[operation.step, i], all_ranks.targets[operation.step, i]
             for layer, g in enumerate(gradients(read[i], *batch)):
                 u[i][layer] = MOMENTUM * u[i][layer] + g
                 x[i][layer] = x[i][layer] - LR * u[i][layer]
@@ -63,18 +63,18 @@ def published(events, workers):
 
 
 class InOrder:
-    """Lets real workers act in the order of a list, and looks at all known after each event."""
+    """Runs the operations of real workers in a given order; records weights after each one."""
 
-    def __init__(self, events):
-        self._events, self._next = list(events), 0
+    def __init__(self, operations):
+        self._operations, self._next = list(operations), 0
         self._changed = threading.Condition()
         self.lives, self.history = {}, []
 
     def turn_of(self, rank):
         @contextmanager
-        def turn(act):
+        def operation_gate(kind):
             with self._changed:
-                assert self._changed.wait_for(lambda: self._is_next(act, rank), 20), "stuck"
+                assert self._changed.wait_for(lambda: self._is_next(kind, rank), 20), "stuck"
             yield
             with self._changed:
                 if self.lives:
@@ -82,51 +82,57 @@ class InOrder:
                 self._next += 1
                 self._changed.notify_all()
 
-        return turn
+        return operation_gate
 
-    def _is_next(self, act, rank):
-        due = self._events[self._next] if self._next < len(self._events) else None
-        return due is not None and (due.act, due.worker) == (act, rank)
+    def _is_next(self, kind, rank):
+        due = self._operations[self._next] if self._next < len(self._operations) else None
+        return due is not None and (due.kind, due.worker) == (kind, rank)
 
     def _seen(self, rank):
-        (values,) = self.lives[rank]._flats
-        return values.numpy().copy()
+        return live_values(self.lives[rank]).numpy()
 
 
-def in_order(events, workers, steps):
-    """Train real workers in an order; return all of their weights after each event."""
-    order = InOrder(events)
+def live_values(live):
+    """Return a copy of a live model, whose parameters are of one type."""
+    (values,) = buffers = live.new_buffers()
+    live.copy_into(buffers)
+    return values
+
+
+def in_order(operations, workers, steps):
+    """Train real workers in a given order; return all weights after each operation."""
+    order = InOrder(operations)
     inputs, targets = batches(workers)
     ready = threading.Barrier(workers)
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(seed=SEED), channel)
-        strategy.turn = order.turn_of(channel.rank)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(seed=SEED), transport)
+        strategy.operation_gate = order.turn_of(transport.rank)
         model, optimizer = strategy.attach(Chain(), sgd)
-        strategy._live.take()
-        order.lives[channel.rank] = strategy._live
+        live = strategy.inspect()
+        live.copy_from_parameters()
+        order.lives[transport.rank] = live
         ready.wait()
         for step in range(steps):
-            take_step(strategy, model, optimizer, step, inputs, targets)
-        strategy.settle()
-        settled = flat([p.detach().numpy() for p in model.parameters()])
+            take_step(transport, strategy, model, optimizer, step, inputs, targets)
+        strategy.consolidate()
+        consolidated = flat([p.detach().numpy() for p in model.parameters()])
         strategy.close()
-        return settled
+        return consolidated
 
-    return order.history, run_local(workers, on_rank)
+    return order.history, run_threads(workers, on_rank)
 
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
 
 
-def take_step(strategy, model, optimizer, step, inputs, targets):
+def take_step(transport, strategy, model, optimizer, step, inputs, targets):
     """Take a step as the loop does."""
-    rank, workers = strategy._channel.rank, strategy._channel.size
     strategy.begin(step, 0, True, LR)
-    x, y = (torch.from_numpy(a[step % len(a), rank]) for a in (inputs, targets))
+    x, y = (torch.from_numpy(a[step % len(a), transport.rank]) for a in (inputs, targets))
     loss = (model(x) - y).square().sum() / 2
-    (loss / (SAMPLES * workers)).backward()
+    (loss / (SAMPLES * transport.size)).backward()
     strategy.after_backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -134,41 +140,42 @@ def take_step(strategy, model, optimizer, step, inputs, targets):
 
 
 @pytest.mark.parametrize(
-    ("workers", "paces"), [(WORKERS, None), (WORKERS, (9, 9, 1, 9)), (3, (1, 4, 4)), (5, None)]
+    ("workers", "relative_speeds"),
+    [(WORKERS, None), (WORKERS, (9, 9, 1, 9)), (3, (1, 4, 4)), (5, None)],
 )
-def test_in_any_order_it_is_the_published_algorithm(workers, paces):
-    events = list(random_events(workers, STEPS, SEED, paces))
-    expected = published(events, workers)
-    history, settled = in_order(events, workers, STEPS)
-    assert len(history) == len(expected) == len(events)
+def test_real_workers_in_a_given_order_are_the_published_algorithm(workers, relative_speeds):
+    operations = list(random_operations(workers, STEPS, SEED, relative_speeds))
+    expected = published(operations, workers)
+    history, consolidated = in_order(operations, workers, STEPS)
+    assert len(history) == len(expected) == len(operations)
     np.testing.assert_allclose(history, expected, rtol=0, atol=1e-12)
-    for mean in settled:
+    for mean in consolidated:
         np.testing.assert_allclose(mean, expected[-1].mean(axis=0), rtol=0, atol=1e-12)
 
 
 def test_virtual_workers_that_are_rows_of_a_tensor_go_the_same_way():
-    events = list(random_events(WORKERS, STEPS, SEED))
+    operations = list(random_operations(WORKERS, STEPS, SEED))
     inputs, targets = batches(WORKERS)
     rows = torch.from_numpy(np.stack([flat(initial())] * WORKERS))
     momenta, read = torch.zeros_like(rows), rows.clone()
     sizes = [w.size for w in initial()]
     shapes = [w.shape for w in initial()]
-    for event, wanted in zip(events, published(events, WORKERS), strict=True):
-        i = event.worker
-        if event.act is Act.READ:
+    for operation, expected in zip(operations, published(operations, WORKERS), strict=True):
+        i = operation.worker
+        if operation.kind is OperationKind.READ:
             read[i] = rows[i]
-        elif event.act is Act.AVERAGE:
-            average_pair_(rows[i], rows[event.peer])
+        elif operation.kind is OperationKind.AVERAGE:
+            average_pair_(rows[i], rows[operation.peer])
         else:
             parts = read[i].numpy()
             weights = [
                 part.reshape(shape)
                 for part, shape in zip(np.split(parts, sizes[:1]), shapes, strict=True)
             ]
-            found = gradients(weights, inputs[event.step, i], targets[event.step, i])
+            found = gradients(weights, inputs[operation.step, i], targets[operation.step, i])
             momenta[i] = MOMENTUM * momenta[i] + torch.from_numpy(flat(found))
             rows[i] -= LR * momenta[i]
-        np.testing.assert_allclose(rows.numpy(), wanted, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(rows.numpy(), expected, rtol=0, atol=1e-12)
 
 
 @given(st.lists(st.tuples(*[st.floats(-1e6, 1e6)] * 2), min_size=1, max_size=8))
@@ -184,37 +191,40 @@ def test_a_pair_comes_to_its_mean_and_what_one_gains_the_other_loses(pairs):
 def test_updates_alone_move_the_mean_and_averages_bring_workers_together(workers):
     steps = 60
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
         model, optimizer = strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=LR))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(FAR * channel.rank)
+                parameter.add_(FAR * transport.rank)
         for step in range(steps):
             if step % 6 == 0:
-                strategy.settle()  # or some may be done before others begin
+                strategy.consolidate()  # or some may be done before others begin
             strategy.begin(step, 0, True, LR)
             strategy.after_backward()
             for parameter in model.parameters():
-                parameter.grad.fill_(1 + channel.rank)
+                parameter.grad.fill_(1 + transport.rank)
             optimizer.step()
             strategy.after_update()
-        strategy.settle()
-        mean, apart = flat([p.detach().numpy() for p in model.parameters()]), strategy.apart()
+        strategy.consolidate()
+        mean, consensus_distance = (
+            flat([p.detach().numpy() for p in model.parameters()]),
+            strategy.consensus_distance(),
+        )
         strategy.close()
-        return mean, apart
+        return mean, consensus_distance
 
-    for mean, apart in run_local(workers, on_rank):
+    for mean, consensus_distance in run_threads(workers, on_rank):
         middle = (workers - 1) / 2
-        wanted = flat(initial()) + FAR * middle - LR * steps * (1 + middle)
-        np.testing.assert_allclose(mean, wanted, rtol=0, atol=1e-12)
-        assert apart < 0.3, "more than a half, where nobody averages"
+        expected = flat(initial()) + FAR * middle - LR * steps * (1 + middle)
+        np.testing.assert_allclose(mean, expected, rtol=0, atol=1e-12)
+        assert consensus_distance < 0.3, "more than a half, where nobody averages"
 
 
 def test_one_worker_is_plain_sgd():
-    events = list(random_events(1, STEPS, SEED))
-    assert {event.act for event in events} == {Act.READ, Act.APPLY}
-    history, _ = in_order(events, 1, STEPS)
+    operations = list(random_operations(1, STEPS, SEED))
+    assert {operation.kind for operation in operations} == {OperationKind.READ, OperationKind.APPLY}
+    history, _ = in_order(operations, 1, STEPS)
     workers = Workers(1)
     expected = []
     for step in range(STEPS):
@@ -233,8 +243,8 @@ def test_a_slow_worker_holds_nobody_up(slow):
     inputs, targets = batches()
     made, changed = [0] * WORKERS, threading.Condition()
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
         model, optimizer = strategy.attach(Chain(), sgd)
         others = [rank for rank in range(WORKERS) if rank != slow]
 
@@ -244,78 +254,78 @@ def test_a_slow_worker_holds_nobody_up(slow):
                     done = changed.wait_for(lambda: all(made[rank] == 30 for rank in others), 20)
                 assert done, f"others wait for a rank that has made 2 steps: {made}"
 
-        if channel.rank == slow:
+        if transport.rank == slow:
             model.first.register_forward_hook(forward_takes_long)
-        for step in range(3 if channel.rank == slow else 30):
-            take_step(strategy, model, optimizer, step, inputs, targets)
+        for step in range(3 if transport.rank == slow else 30):
+            take_step(transport, strategy, model, optimizer, step, inputs, targets)
             with changed:
-                made[channel.rank] += 1
+                made[transport.rank] += 1
                 changed.notify_all()
-        strategy.settle()
+        strategy.consolidate()
         strategy.close()
 
-    run_local(WORKERS, on_rank)
+    run_threads(WORKERS, on_rank)
     assert made[slow] == 3
 
 
 def test_forward_and_backward_see_one_model_while_peers_average_with_it():
     inputs, targets = batches()
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
         model, optimizer = strategy.attach(Chain(), sgd)
         meanwhile = []
 
         def wait_in_forward(*_):
-            before = strategy._live._flats[0].clone()
+            before = live_values(strategy.inspect())
             weights = [p.detach().clone() for p in model.parameters()]
             time.sleep(0.02)
             assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-            meanwhile.append(not torch.equal(before, strategy._live._flats[0]))
+            meanwhile.append(not torch.equal(before, live_values(strategy.inspect())))
 
         model.second.register_forward_pre_hook(wait_in_forward)
         for step in range(20):
-            take_step(strategy, model, optimizer, step, inputs, targets)
-        strategy.settle()
+            take_step(transport, strategy, model, optimizer, step, inputs, targets)
+        strategy.consolidate()
         strategy.close()
         return any(meanwhile)
 
-    assert any(run_local(WORKERS, on_rank))
+    assert any(run_threads(WORKERS, on_rank))
 
 
-def test_what_ranks_settle_on_is_the_mean_and_each_goes_on_with_its_own():
+def test_consolidate_gives_the_mean_and_each_rank_gets_its_own_back():
     inputs, targets = batches()
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
         model, optimizer = strategy.attach(Chain(), sgd)
         for step in range(5):
-            take_step(strategy, model, optimizer, step, inputs, targets)
+            take_step(transport, strategy, model, optimizer, step, inputs, targets)
 
         def weights():
             return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-        strategy.settle()
-        mean, live = weights(), strategy._live._flats[0].clone()
-        strategy.settle()
+        strategy.consolidate()
+        mean, live = weights(), live_values(strategy.inspect())
+        strategy.consolidate()
         again = weights()
-        strategy.unsettle()
+        strategy.restore_local()
         own = weights()
-        strategy.settle()
+        strategy.consolidate()
         with torch.no_grad():
-            model.first.weight.fill_(3.0)  # somebody loads other weights
+            model.first.weight.fill_(3.0)  # other weights are loaded
             model.second.weight.fill_(3.0)
         strategy.begin(5, 0, True, LR)
-        loaded = strategy._live._flats[0].clone()
-        strategy.settle()
+        loaded = live_values(strategy.inspect())
+        strategy.consolidate()
         strategy.close()
         return mean, live, again, own, loaded
 
-    found = run_local(WORKERS, on_rank)
-    wanted = torch.stack([live for _, live, *_ in found]).mean(dim=0)
+    found = run_threads(WORKERS, on_rank)
+    expected = torch.stack([live for _, live, *_ in found]).mean(dim=0)
     for mean, live, again, own, loaded in found:
-        torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-12)
-        torch.testing.assert_close(again, wanted, rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-12)
         assert torch.equal(own, live)
         assert (loaded == 3).all()
 
@@ -324,30 +334,30 @@ def fail():
     raise ValueError("odd")
 
 
-def test_a_rank_that_fails_is_heard_of_by_all_who_wait_for_it():
+def test_a_failed_rank_is_noticed_by_all_who_wait_for_it():
     inputs, targets = batches()
     lost = []
 
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
-        fail_at = 3 if channel.rank == 1 else None
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
+        fail_at = 3 if transport.rank == 1 else None
         try:
-            # A slow rank may still be about to attach when it hears of it.
+            # A slow rank may notice the failure before it has attached.
             model, optimizer = strategy.attach(Chain(), sgd)
             model.register_forward_pre_hook(
-                lambda *_: fail() if strategy._step == fail_at else None
+                lambda *_: fail() if strategy.next_update().step == fail_at else None
             )
             for step in range(100):
-                take_step(strategy, model, optimizer, step, inputs, targets)
-            strategy.settle()
+                take_step(transport, strategy, model, optimizer, step, inputs, targets)
+            strategy.consolidate()
         except Exception:
-            lost.append(channel.rank)
+            lost.append(transport.rank)
             raise
         finally:
             strategy.close()
 
     with pytest.raises(ValueError, match="odd"):
-        run_local(WORKERS, on_rank)
+        run_threads(WORKERS, on_rank)
     assert sorted(lost) == list(range(WORKERS))
 
 
@@ -358,7 +368,7 @@ def stepped(optimizer, loss):
 
 
 def stepped_afresh(optimizer, loss):
-    """Step by a closure; what it remembers of curvature is of a model that peers have moved."""
+    """Step with a closure and no state: the curvature is of a model that peers have changed."""
     optimizer.state.clear()
     optimizer.step(loss)
 
@@ -374,10 +384,10 @@ def stepped_afresh(optimizer, loss):
 def test_in_a_loop_of_ones_own_with_looks_at_the_mean(make, step):
     start = nn.Linear(3, 1).double()
 
-    def on_rank(channel):
-        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(channel.rank)).double()
+    def on_rank(transport):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(transport.rank)).double()
         model, optimizer = stretto.distribute(
-            copy.deepcopy(start), make, ADPSGDConfig(), channel=channel
+            copy.deepcopy(start), make, ADPSGDConfig(), transport=transport
         )
 
         def loss():
@@ -389,25 +399,25 @@ def test_in_a_loop_of_ones_own_with_looks_at_the_mean(make, step):
         for number in range(60):
             step(optimizer, loss)
             if number % 20 == 19:
-                stretto.settle(model)
+                stretto.consolidate(model)
         return float((model.weight.detach() - 1).abs().max())
 
-    assert max(run_local(3, on_rank)) < 0.01
+    assert max(run_threads(3, on_rank)) < 0.01
 
 
 def test_a_gpu_is_refused_with_what_to_do():
-    def on_rank(channel):
-        strategy = build_strategy(ADPSGDConfig(), channel)
+    def on_rank(transport):
+        strategy = build_strategy(ADPSGDConfig(), transport)
         try:
             strategy.attach(nn.Linear(2, 2, device="meta"), sgd)
         finally:
             strategy.close()
 
     with pytest.raises(ConfigError, match=r"weight is on meta.*'crossover'"):
-        run_local(1, on_rank)
+        run_threads(1, on_rank)
 
 
 def test_orders_of_the_same_seed_are_the_same():
-    one, other = (list(islice(random_events(4, 9, 3), 60)) for _ in range(2))
+    one, other = (list(islice(random_operations(4, 9, 3), 60)) for _ in range(2))
     assert one == other
-    assert one != list(islice(random_events(4, 9, 4), 60))
+    assert one != list(islice(random_operations(4, 9, 4), 60))

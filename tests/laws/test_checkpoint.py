@@ -1,4 +1,4 @@
-"""Laws of durable state: the same bits come back, and nothing is ever unpickled."""
+"""Checkpoints restore the same bits, and nothing is ever unpickled."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stretto.errors
-from stretto.checkpoint import State, load_newest, save, shards
+from stretto.checkpoint import CheckpointState, load_newest, save_checkpoint
+from stretto.checkpoint import tensor_files as shards
 from tests.unit.checkpoint.saver import assert_same
 
 SOURCE = Path(stretto.errors.__file__).parent
@@ -32,7 +33,7 @@ FACTS = st.dictionaries(
 
 @st.composite
 def tensors(draw, dtype):
-    """Draw a tensor of any bits, perhaps without elements, perhaps not contiguous."""
+    """Draw a tensor of any bits, possibly without elements, possibly not contiguous."""
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -47,18 +48,18 @@ def tensors(draw, dtype):
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, code, data):
+def test_every_dtype_and_shape_is_restored_bit_for_bit(tmp_path, code, data):
     one = tensors(shards.DTYPES[code])
     some = data.draw(st.dictionaries(NAMES, one, max_size=4))
-    state = State(data.draw(st.integers(0, 10**9)), some, data.draw(FACTS))
+    state = CheckpointState(data.draw(st.integers(0, 10**9)), some, data.draw(FACTS))
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    save(folder, state, generation=0)
+    save_checkpoint(folder, state, generation=0)
     assert_same(load_newest(folder, log=pytest.fail), state)
 
 
-def test_infinite_and_undefined_facts_come_back(tmp_path):
+def test_infinite_and_nan_facts_are_restored(tmp_path):
     facts = {"best": float("inf"), "worst": float("-inf"), "loss": float("nan")}
-    save(tmp_path / "c", State(0, {}, facts), generation=0)
+    save_checkpoint(tmp_path / "c", CheckpointState(0, {}, facts), generation=0)
     found = load_newest(tmp_path / "c", log=pytest.fail)
     assert found is not None
     assert repr(found.facts) == repr(facts)
@@ -77,7 +78,7 @@ UNPICKLING_NAMES = {
 
 
 def unpickling(source: str) -> list[str]:
-    """Return the places in ``source`` that could unpickle something, or pickle it."""
+    """Return the locations in ``source`` that could pickle or unpickle something."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -106,7 +107,7 @@ def unpickling(source: str) -> list[str]:
         "import torch.distributed as dist\ndist.broadcast_object_list([])",
     ],
 )
-def test_the_search_for_pickle_finds_it(hole):
+def test_the_search_for_pickle_finds_uses_of_it(hole):
     assert unpickling(hole)
 
 

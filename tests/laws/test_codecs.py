@@ -1,4 +1,4 @@
-"""What holds of every codec under every algorithm in the tables."""
+"""Laws of every codec with every algorithm in the tables."""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALL_GATHER, ALLREDUCE
-from stretto.comm.codecs import Fp8
-from stretto.comm.codecs.bound import error_bound
-from stretto.comm.codecs.fp8 import PER_HOP_ERROR
-from stretto.comm.codecs.sparse import SparseSum
-from stretto.comm.courier import Courier
-from stretto.comm.local import run_local
-from stretto.comm.schedule import chunk_bounds
+from stretto.collectives.algorithms import ALL_GATHER, ALLREDUCE
+from stretto.collectives.codec_error_bound import error_bound
+from stretto.collectives.codecs import PER_HOP_ERROR, Fp8
+from stretto.collectives.schedule import chunk_bounds
+from stretto.comm.collective_executor import CollectiveExecutor
+from stretto.comm.local_transports import run_threads
+from stretto.comm.sparse_sum import SparseSum
 
 EVEN = [Mesh(hosts) for hosts in [(1,), (3,), (2, 2)]]
 UNEVEN = [Mesh(hosts) for hosts in [(1, 1, 2), (3, 1, 2)]]
@@ -28,9 +27,9 @@ def inputs_of(kind: str, *shape: int) -> torch.Tensor:
     match kind:
         case "normal":
             return x
-        case "wide":  # twelve orders of magnitude beside each other
+        case "wide":  # magnitudes over twelve orders in one block
             return x * 10.0 ** torch.randint(-6, 7, shape)
-        case "cancelling":  # the sum is small, what is added is not
+        case "cancelling":  # the sum is small, the inputs are not
             return x[:1] * (-1.0) ** torch.arange(shape[0])[:, None] * (1 + 0.01 * x)
         case "halfway":  # every input in the middle between two representable numbers
             return (1 + (1 + 2 * torch.randint(0, 8, shape)) / 16) * 2.0 ** torch.randint(
@@ -45,13 +44,13 @@ KINDS = ["normal", "wide", "cancelling", "halfway", "one large"]
 
 
 def summed(schedule, inputs, codec):
-    def work(channel):
-        mine = inputs[channel.rank].clone()
-        with Courier(channel) as courier:
-            courier.start(courier.prepare(schedule, mine, codec)).wait()
-        return mine
+    def work(transport):
+        tensor = inputs[transport.rank].clone()
+        with CollectiveExecutor(transport) as executor:
+            executor.start(executor.prepare(schedule, tensor, codec)).wait()
+        return tensor
 
-    return torch.stack(run_local(schedule.size, work))
+    return torch.stack(run_threads(schedule.size, work))
 
 
 @pytest.mark.parametrize("mesh", [*EVEN, *UNEVEN], ids=lambda mesh: str(mesh.ranks_per_host))
@@ -70,18 +69,18 @@ def test_encoded_sums_are_within_the_stated_error(name):
     schedule = ALLREDUCE[name](mesh, 2)
     inputs = torch.cat([inputs_of(kind, mesh.size, 307) for kind in KINDS], dim=1)
     result = summed(schedule, inputs, Fp8(BLOCK))
-    bound = error_bound(schedule, PER_HOP_ERROR) + mesh.size * 2.0**-24
+    relative_bound = error_bound(schedule, PER_HOP_ERROR) + mesh.size * 2.0**-24
     bounds = chunk_bounds(length, schedule.num_chunks)
     for start, stop in pairwise(bounds):
         for at in range(start, stop, BLOCK):
             block = slice(at, min(at + BLOCK, stop))
-            allowed = bound * inputs[:, block].abs().amax(dim=1).double().sum()
+            allowed = relative_bound * inputs[:, block].abs().amax(dim=1).double().sum()
             error = (result[:, block] - inputs[:, block].double().sum(dim=0)).abs().max()
             assert error <= allowed
 
 
 @pytest.mark.parametrize("name", ENCODED)
-def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(name):
+def test_values_that_are_not_finite_on_one_rank_are_not_finite_on_all(name):
     mesh = Mesh((2, 1))
     inputs = inputs_of("normal", mesh.size, 331)
     bad = [20, 200, 320]
@@ -92,22 +91,22 @@ def test_what_is_not_finite_on_one_rank_is_not_finite_on_all(name):
 
 
 def scales():
-    """Blocks of every magnitude there is, zero and subnormal ones among them."""
+    """Return blocks of every magnitude, including zero and subnormal numbers."""
     exponents = torch.arange(-149, 128)
     random = torch.rand(len(exponents), BLOCK, generator=torch.manual_seed(3)) * 2 - 1
     return torch.cat([torch.zeros(1, BLOCK), torch.ldexp(random, exponents[:, None])])
 
 
-def laid(values, codec):
+def bind(values, codec):
     chunks = [values.numel()]
     wire = torch.zeros(codec.num_bytes(chunks), dtype=torch.uint8)
-    return codec.lay(
-        values, chunks, wire, torch.empty(codec.num_working(chunks, values.device))
+    return codec.bind(
+        values, chunks, wire, torch.empty(codec.workspace_numel(chunks, values.device))
     ), wire
 
 
 def every_threshold():
-    """Largest magnitudes around every point at which rounding or the scale changes."""
+    """Return blocks whose largest magnitude is near each point where rounding or scale changes."""
     points = torch.arange(64, 129) / 64 * 256
     near = torch.stack([points, points.nextafter(torch.zeros(1)), points.nextafter(2 * points)])
     blocks = near.reshape(-1, 1) * 2.0 ** -torch.arange(BLOCK)
@@ -115,16 +114,16 @@ def every_threshold():
 
 
 @pytest.mark.parametrize("make", [scales, every_threshold])
-def test_encoding_what_was_decoded_gives_the_same_bytes(make):
+def test_encoding_a_decoded_value_gives_the_same_bytes(make):
     values = make().flatten()
-    stretch, wire = laid(values, Fp8(BLOCK))
-    stretch.encode()
+    bound, wire = bind(values, Fp8(BLOCK))
+    bound.encode()
     first, rounded = wire.clone(), values.clone()
-    stretch.encode()
+    bound.encode()
     assert torch.equal(wire, first)
     assert torch.equal(values, rounded)
     values.fill_(7)
-    stretch.decode()
+    bound.decode()
     assert torch.equal(values, rounded)
 
 
@@ -132,13 +131,13 @@ def test_encoding_what_was_decoded_gives_the_same_bytes(make):
 def test_one_rounding_is_within_the_stated_error(make):
     x = make()
     values = x.flatten().clone()
-    laid(values, Fp8(BLOCK))[0].encode()
+    bind(values, Fp8(BLOCK))[0].encode()
     error = (values.view_as(x).double() - x.double()).abs()
     largest = x.double().abs().amax(dim=1, keepdim=True)
     allowed = torch.maximum(x.double().abs() / 17, largest / 2**17).clamp(min=2.0**-127)
     assert (error <= allowed).all()
     assert (values.view_as(x)[x == 0] == 0).all()
-    # Nothing subnormal: a processor that flushes those to zero decodes the same bits.
+    # No subnormal values: a processor that flushes them to zero decodes the same bits.
     assert (values[values != 0].abs() >= torch.finfo(torch.float32).tiny).all()
 
 
@@ -149,19 +148,19 @@ def test_sparse_sums_lose_nothing_and_have_the_same_bits_everywhere(name, mesh, 
     length, share, steps = 211, Fraction(3, 100), 4
     gradients = inputs_of("wide", steps, mesh.size, length)
 
-    def work(channel):
+    def work(transport):
         flat, seen = torch.empty(length), []
-        with Courier(channel) as courier:
+        with CollectiveExecutor(transport) as executor:
             gather = ALL_GATHER[name](mesh, parts)
-            sparse = SparseSum(courier, gather, channel.rank, flat, share)
+            sparse = SparseSum(executor, gather, transport.rank, flat, share)
             for step in range(steps):
                 before = sparse.state_dict()["residual"]
-                flat.copy_(gradients[step, channel.rank])
+                flat.copy_(gradients[step, transport.rank])
                 sparse.start().wait()
                 seen.append((flat.clone(), before, sparse.state_dict()["residual"]))
         return seen
 
-    histories = run_local(mesh.size, work)
+    histories = run_threads(mesh.size, work)
     for step in range(steps):
         total = torch.zeros(length)
         for rank, history in enumerate(histories):

@@ -1,4 +1,4 @@
-"""Gossip is what its papers say: histories against plain NumPy; means, masses and groups of one."""
+"""Gossip equals its papers: histories against plain NumPy; means, masses and single workers."""
 
 from itertools import pairwise
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local import run_local
-from stretto.strategy import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
-from stretto.topology import TOPOLOGIES, named
-from stretto.topology.analysis import matrix
-from stretto.topology.custom import of_graph
+from stretto.comm.local_transports import run_threads
+from stretto.strategies import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
+from stretto.topology import TOPOLOGIES, make_topology
+from stretto.topology.analysis import mixing_matrix, topology_from_graph
 
 STEPS, WORKERS, LR, MOMENTUM = 20, 4, 0.01, 0.9
 SAMPLES, WIDTHS = 3, (5, 4, 2)
@@ -60,8 +59,8 @@ def trained(config, workers=WORKERS, *, reads=False, calls=("first", "second"), 
     """Train as the loop does; return each worker's weights after every step."""
     inputs, targets = batches(workers)
 
-    def on_rank(channel):
-        strategy = build_strategy(config, channel, calls=calls)
+    def on_rank(transport):
+        strategy = build_strategy(config, transport, calls=calls)
         strategy.reads_gradients = reads
         model, optimizer = strategy.attach(
             Chain(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
@@ -69,28 +68,27 @@ def trained(config, workers=WORKERS, *, reads=False, calls=("first", "second"), 
         history = []
         for step in range(STEPS):
             strategy.begin(step, 0, True, LR)
-            x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+            x, y = (torch.from_numpy(a[step, transport.rank]) for a in (inputs, targets))
             loss = (model(x) - y).square().sum() / 2
             (loss / (SAMPLES * workers)).backward()
-            agreed = strategy.after_backward()
-            if not agreed.done:
+            step_gradients = strategy.after_backward()
+            if not step_gradients.is_applied:
                 optimizer.step()
                 optimizer.zero_grad()
             strategy.after_update()
-            history.append(seen(strategy, model))
+            history.append(seen(model))
             if see is not None:
-                see(strategy, step)
+                see(strategy, transport.rank, step)
         strategy.close()
         return history
 
-    return run_local(workers, on_rank)
+    return run_threads(workers, on_rank)
 
 
-def seen(strategy, model):
-    """Return the weights that the next forward would use."""
-    if not strategy._config.delay:
-        for index in range(len(strategy._mixers)):
-            strategy._arrive(index)
+def seen(model):
+    """Return the weights that the next forward uses: a forward waits for what has to arrive."""
+    with torch.no_grad():
+        model(torch.zeros(1, WIDTHS[0], dtype=torch.float64))
     return [layer.weight.detach().numpy().copy() for layer in (model.first, model.second)]
 
 
@@ -134,7 +132,10 @@ class Workers:
 def mixed(x, topology, step):
     return [
         [
-            sum(matrix(topology, len(x), step, layer)[i, j] * x[j][layer] for j in range(len(x)))
+            sum(
+                mixing_matrix(topology, len(x), step, layer)[i, j] * x[j][layer]
+                for j in range(len(x))
+            )
             for layer in range(2)
         ]
         for i in range(len(x))
@@ -151,25 +152,27 @@ def test_crossover_averages_each_segment_with_a_peer_drawn_for_it(reads, calls):
     workers, expected = Workers(), []
     for step in range(STEPS):
         workers.adapt(step)
-        workers.x = mixed(workers.x, config.who(), step)
+        workers.x = mixed(workers.x, config.build_topology(), step)
         expected.append(workers.copy())
     assert_same(trained(config, reads=reads, calls=calls), expected)
-    # Layers do meet different peers.
+    # Layers do have different peers.
     pairs = [
-        matrix(config.who(), WORKERS, step, layer) for step in range(STEPS) for layer in range(2)
+        mixing_matrix(config.build_topology(), WORKERS, step, layer)
+        for step in range(STEPS)
+        for layer in range(2)
     ]
     assert any((pairs[i] != pairs[i + 1]).any() for i in range(0, len(pairs), 2))
 
 
 @pytest.mark.parametrize("delay", [1, 2, 3])
-def test_what_is_heard_late_counts_as_the_difference_that_there_was(delay):
+def test_values_received_late_count_as_the_difference_when_they_were_sent(delay):
     config = CrossoverConfig(**CUTS, delay=delay)
     workers, expected, left = Workers(), [], []
     for step in range(STEPS):
         workers.adapt(step)
         if step >= delay:
             number, was = left[step - delay]
-            then = mixed(was, config.who(), number)
+            then = mixed(was, config.build_topology(), number)
             for x, old, new in zip(workers.x, was, then, strict=True):
                 for layer in range(2):
                     x[layer] = x[layer] + new[layer] - old[layer]
@@ -180,42 +183,44 @@ def test_what_is_heard_late_counts_as_the_difference_that_there_was(delay):
 
 def test_dpsgd_adds_an_update_to_what_all_had_before_it():
     config = DPSGDConfig()
-    assert matrix(config.who(), WORKERS)[0, 1] == pytest.approx(1 / 3)
+    assert mixing_matrix(config.build_topology(), WORKERS)[0, 1] == pytest.approx(1 / 3)
     workers, expected = Workers(), []
     for step in range(STEPS):
         u = workers.directions(step)
         workers.x = [
             [m - LR * d for m, d in zip(mix, direction, strict=True)]
-            for mix, direction in zip(mixed(workers.x, config.who(), 0), u, strict=True)
+            for mix, direction in zip(mixed(workers.x, config.build_topology(), 0), u, strict=True)
         ]
         expected.append(workers.copy())
     assert_same(trained(config), expected)
 
 
 IRREGULAR = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (2, 3), (3, 0)])
-"""Rank 0 hears two and tells two, 1 and 3 hear one and tell one: rows do not sum to one."""
+"""Rank 0 has two senders and receivers, 1 and 3 have one of each: rows do not sum to one."""
 
 
 class Irregular(SGPConfig):
     """SGP on a graph of the tests' own."""
 
-    def who(self):
-        return of_graph(IRREGULAR)
+    def build_topology(self):
+        return topology_from_graph(IRREGULAR)
 
 
 def sgp(config, workers):
     """Return the history of x, w and z = x / w as the paper has it, and the masses."""
     size, expected, masses = len(workers.x), [], []
-    w, under_way = np.ones(size), []
+    w, rounds_in_flight = np.ones(size), []
     z = workers.copy()
     for step in range(STEPS):
         workers.adapt(step, at=z)
-        if config.delay and len(under_way) >= config.delay:
-            w = receive(workers.x, w, under_way.pop(0))
-        under_way.append(push(workers.x, w, matrix(config.who(), size, step)))
-        w = under_way[-1][2]
+        if config.delay and len(rounds_in_flight) >= config.delay:
+            w = receive(workers.x, w, rounds_in_flight.pop(0))
+        rounds_in_flight.append(
+            push(workers.x, w, mixing_matrix(config.build_topology(), size, step))
+        )
+        w = rounds_in_flight[-1][2]
         if not config.delay:
-            w = receive(workers.x, w, under_way.pop(0))
+            w = receive(workers.x, w, rounds_in_flight.pop(0))
         z = [[value / mass for value in x] for x, mass in zip(workers.x, w, strict=True)]
         expected.append([[value.copy() for value in weights] for weights in z])
         masses.append(w.copy())
@@ -249,8 +254,10 @@ def test_sgp_pushes_shares_and_divides_by_their_mass(kind, delay, reads):
     expected, masses = sgp(config, Workers())
     history = trained(config, reads=reads)
     assert_same(history, expected)
-    apart = max(np.ptp(of_step) for of_step in masses)
-    assert apart > 0.01 or kind is SGPConfig, "masses differ where rows do not sum to 1"
+    consensus_distance = max(np.ptp(of_step) for of_step in masses)
+    assert consensus_distance > 0.01 or kind is SGPConfig, (
+        "masses differ where rows do not sum to 1"
+    )
 
 
 CONFIGS = [
@@ -265,51 +272,60 @@ CONFIGS = [
 
 
 def mix_alone(config, workers=WORKERS, steps=12):
-    """Let workers that begin apart mix without learning; return the whole of each, step by step."""
+    """Mix different models without learning; return values and mass of each worker by step."""
 
-    def on_rank(channel):
-        strategy = build_strategy(config, channel)
+    def on_rank(transport):
+        strategy = build_strategy(config, transport)
         model, _ = strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=0.0))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(channel.rank)
-        told = []
+                parameter.add_(transport.rank)
+        records = []
         for step in range(steps):
             strategy.begin(step, 0, True, 0.0)
             strategy.after_backward()
             strategy.after_update()
-            for mixer in strategy._mixers:
+            mixers = strategy.inspect().mixers
+            for mixer in mixers:
                 mixer.wait()
-            whole = [value.numpy() for mixer in strategy._mixers for value in mixer.whole()]
-            told.append((whole, sum(mixer.mass + in_flight(mixer) for mixer in strategy._mixers)))
-        strategy.settle()
-        settled = [p.detach().numpy().copy() for p in model.parameters()]
+            values_to_average = [
+                value.numpy() for mixer in mixers for value in mixer.values_to_average()
+            ]
+            records.append(
+                (values_to_average, sum(mixer.mass + in_flight(mixer) for mixer in mixers))
+            )
+        strategy.consolidate()
+        consolidated = [p.detach().numpy().copy() for p in model.parameters()]
         strategy.close()
-        return told, settled
+        return records, consolidated
 
-    return run_local(workers, on_rank)
+    return run_threads(workers, on_rank)
 
 
 def in_flight(mixer):
-    """Return the mass that a worker has heard of and not taken in."""
-    return sum(float(mixer._come_to(one)[-1]) for one in mixer._rounds if mixer._MORE)
+    """Return the mass that a worker has received and not applied."""
+    state = mixer.state()
+    rounds = [change for name, change in state.items() if name.startswith("round-")]
+    return sum(float(change[-1]) for change in rounds) if "mass" in state else 0.0
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.kind}-{c.topology}-{c.delay}")
 def test_rounds_move_no_mean_and_lose_no_mass(config):
     found = mix_alone(config)
-    wanted = [w + 1.5 for w in initial()]
+    expected = [w + 1.5 for w in initial()]
     close = 1e-6 if config.wire == "fp32" else 1e-12
     for step in range(12):
-        wholes = [told[step][0] for told, _ in found]
+        wholes = [records[step][0] for records, _ in found]
         order = slice(None, None, -1) if config.segments == "coarse" else slice(None)
         means = [np.mean(of_ranks, axis=0) for of_ranks in zip(*wholes, strict=True)][order]
-        for mean, value in zip(means, wanted, strict=True):
+        for mean, value in zip(means, expected, strict=True):
             np.testing.assert_allclose(mean, value, rtol=0, atol=close)
         segments = 2 if config.segments == "coarse" else 1
-        assert sum(told[step][1] for told, _ in found) == pytest.approx(4 * segments, abs=1e-12)
-    for _, settled in found:
-        for value, mean in zip(settled, wanted, strict=True):
+        assert sum(records[step][1] for records, _ in found) == pytest.approx(
+            4 * segments, abs=1e-12
+        )
+    for _, consolidated in found:
+        for value, mean in zip(consolidated, expected, strict=True):
             np.testing.assert_allclose(value, mean, rtol=0, atol=close)
 
 
@@ -332,10 +348,10 @@ def test_one_worker_is_plain_sgd_and_all_peers_are_synchronous_sgd():
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_topology_that_fits_can_be_gossiped_on(name):
     size = 4
-    if named(name).refuses(size):
+    if make_topology(name).size_error(size):
         pytest.skip(f"{name} has no {size} ranks")
     found = mix_alone(CrossoverConfig(topology=name, **CUTS), size, steps=40)
-    first, *others = (told[-1][0] for told, _ in found)
+    first, *others = (records[-1][0] for records, _ in found)
     for other in others:
         for mine, theirs in zip(first, other, strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-3)
@@ -358,26 +374,26 @@ def in_two_pieces(config, *, reads):
     """Train with two micro-batches a step, of which the first alone uses every parameter."""
     inputs, targets = batches()
 
-    def on_rank(channel):
-        strategy = build_strategy(config, channel)
+    def on_rank(transport):
+        strategy = build_strategy(config, transport)
         strategy.reads_gradients = reads
         model, optimizer = strategy.attach(
             Rarely(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
         )
         for step in range(5):
-            x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+            x, y = (torch.from_numpy(a[step, transport.rank]) for a in (inputs, targets))
             for micro in range(2):
                 strategy.begin(step, micro, micro == 1, LR)
                 error = model(x[micro::2], rare=micro == 0) - y[micro::2]
                 (error.square().sum() / (2 * SAMPLES * WORKERS)).backward()
-            if not strategy.after_backward().done:
+            if not strategy.after_backward().is_applied:
                 optimizer.step()
                 optimizer.zero_grad()
             strategy.after_update()
         strategy.close()
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    return run_local(WORKERS, on_rank)
+    return run_threads(WORKERS, on_rank)
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -390,35 +406,38 @@ def test_updating_segments_in_backward_equals_updating_them_at_its_end(delay):
             torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
 
 
-def test_what_ranks_settle_on_is_the_mean_and_each_goes_on_with_its_own():
-    def on_rank(channel):
-        strategy = build_strategy(CrossoverConfig(**CUTS, delay=1), channel)
+def test_consolidate_gives_the_mean_and_each_rank_gets_its_own_back():
+    def on_rank(transport):
+        strategy = build_strategy(CrossoverConfig(**CUTS, delay=1), transport)
         model, _ = strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=LR))
         with torch.no_grad():
-            model.first.weight.add_(channel.rank)
+            model.first.weight.add_(transport.rank)
         own = model.first.weight.detach().clone()
-        strategy.settle()
-        mean, apart = model.first.weight.detach().clone(), strategy.apart()
-        strategy.settle()
+        strategy.consolidate()
+        mean, consensus_distance = (
+            model.first.weight.detach().clone(),
+            strategy.consensus_distance(),
+        )
+        strategy.consolidate()
         again = model.first.weight.detach().clone()
-        strategy.unsettle()
+        strategy.restore_local()
         back = model.first.weight.detach().clone()
-        strategy.settle()
+        strategy.consolidate()
         with torch.no_grad():
-            model.first.weight.fill_(3.0)  # somebody loads other weights
+            model.first.weight.fill_(3.0)  # other weights are loaded
         strategy.begin(0, 0, True, LR)
         loaded = model.first.weight.detach().clone()
         strategy.close()
-        return own, mean, again, back, loaded, apart
+        return own, mean, again, back, loaded, consensus_distance
 
     first = torch.from_numpy(initial()[0])
-    for own, mean, again, back, loaded, apart in run_local(WORKERS, on_rank):
+    for own, mean, again, back, loaded, consensus_distance in run_threads(WORKERS, on_rank):
         torch.testing.assert_close(mean, first + 1.5, rtol=0, atol=1e-12)
         torch.testing.assert_close(again, mean, rtol=0, atol=1e-12)
         assert torch.equal(back, own)
         assert torch.equal(loaded, torch.full_like(own, 3.0))
         norm = sum(float((w + 1.5 * (i == 0)).__pow__(2).sum()) for i, w in enumerate(initial()))
-        assert apart == pytest.approx((1.25 * first.numel() / norm) ** 0.5, rel=1e-9)
+        assert consensus_distance == pytest.approx((1.25 * first.numel() / norm) ** 0.5, rel=1e-9)
 
 
 def mixed_gradients(workers, topology, step):
@@ -436,7 +455,7 @@ def test_mixed_gradients_are_stepped_by_and_parameters_stay_each_workers_own(top
     config = CrossoverConfig(**CUTS, topology=topology, mix="gradients", seed=3)
     workers, expected = Workers(), []
     for step in range(STEPS):
-        for rank, found in enumerate(mixed_gradients(workers, config.who(), step)):
+        for rank, found in enumerate(mixed_gradients(workers, config.build_topology(), step)):
             pairs = zip(workers.u[rank], found, strict=True)
             workers.u[rank] = [MOMENTUM * u + g for u, g in pairs]
             moved = zip(workers.x[rank], workers.u[rank], strict=True)
@@ -444,8 +463,10 @@ def test_mixed_gradients_are_stepped_by_and_parameters_stay_each_workers_own(top
         expected.append(workers.copy())
     assert_same(trained(config, reads=reads), expected)
     first = [x[0] for x in workers.x]
-    apart = max(np.abs(x - first[0]).max() for x in first)
-    assert apart < 1e-12 if topology == "complete" else apart > 1e-4, "nothing pulls them together"
+    consensus_distance = max(np.abs(x - first[0]).max() for x in first)
+    assert consensus_distance < 1e-12 if topology == "complete" else consensus_distance > 1e-4, (
+        "nothing pulls them together"
+    )
 
 
 def test_gradients_that_all_share_are_those_of_synchronous_sgd():
@@ -470,15 +491,15 @@ def test_between_rounds_workers_step_by_gradients_of_their_own():
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_one_worker_alone_has_used_its_peers_update_too(reads):
-    def on_rank(channel):
+    def on_rank(transport):
         config = CrossoverConfig(**CUTS, topology="complete", mix="gradients")
-        strategy = build_strategy(config, channel)
+        strategy = build_strategy(config, transport)
         strategy.reads_gradients = reads
         model, optimizer = strategy.attach(Rarely(), lambda p: torch.optim.SGD(p, lr=LR))
         strategy.begin(0, 0, True, LR)
-        if channel.rank < 2:  # the others have no samples
+        if transport.rank < 2:  # the others have no samples
             x = torch.ones(1, WIDTHS[0], dtype=torch.float64)
-            model(x, rare=channel.rank == 1).sum().backward()
+            model(x, rare=transport.rank == 1).sum().backward()
         strategy.after_backward()
         had = {name: p.grad is not None for name, p in model.named_parameters()}
         optimizer.step()
@@ -486,7 +507,7 @@ def test_what_one_worker_alone_has_used_its_peers_update_too(reads):
         strategy.close()
         return had, model.rare.detach(), model.unused.detach()
 
-    found = run_local(WORKERS, on_rank)
+    found = run_threads(WORKERS, on_rank)
     for had, rare, unused in found:
         assert had == {"first.weight": True, "second.weight": True, "rare": True, "unused": False}
         torch.testing.assert_close(rare, found[1][1], rtol=0, atol=1e-12)
@@ -500,41 +521,41 @@ def clipped(found, most):
     return [g * min(1.0, most / (norm + 1e-6)) for g in found]
 
 
-def in_the_loop(channel, config, *, most, pieces):
+def in_the_loop(transport, config, *, most, pieces):
     """Train as the loop does, in ``pieces`` micro-batches a step; return weights and rounds."""
     inputs, targets = batches()
-    strategy = build_strategy(config, channel, calls=("first", "second"))
+    strategy = build_strategy(config, transport, calls=("first", "second"))
     strategy.reads_gradients = most is not None
     model, optimizer = strategy.attach(
         Chain(), lambda p: torch.optim.SGD(p, lr=LR, momentum=MOMENTUM)
     )
     history, steps, rounds = [], [], []
     optimizer.register_step_pre_hook(lambda *_: steps.append(None))
-    for mixer in strategy._mixers:
-        mixer.leave = counting(mixer.leave, rounds)
+    for mixer in strategy.inspect().mixers:
+        mixer.start_round = counting(mixer.start_round, rounds)
     for step in range(STEPS):
-        x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+        x, y = (torch.from_numpy(a[step, transport.rank]) for a in (inputs, targets))
         cut = list(zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True))
         for micro, (a, b) in enumerate(cut):
             strategy.begin(step, micro, micro == pieces - 1, LR)
             loss = (model(a) - b).square().sum() / 2
             (loss / (SAMPLES * WORKERS)).backward()
-        agreed = strategy.after_backward()
-        if not agreed.done:
+        step_gradients = strategy.after_backward()
+        if not step_gradients.is_applied:
             if most is not None:
-                agreed.clip_(most)
+                step_gradients.clip_(most)
             optimizer.step()
             optimizer.zero_grad()
         strategy.after_update()
-        history.append(seen(strategy, model))
+        history.append(seen(model))
     strategy.close()
     return history, len(steps), len(rounds)
 
 
-def counting(act, calls):
+def counting(start_round, calls):
     def counted(number):
         calls.append(number)
-        act(number)
+        start_round(number)
 
     return counted
 
@@ -552,12 +573,12 @@ def test_a_step_of_several_pieces_is_one_update_and_one_round_clipped_by_its_own
             pairs = zip(workers.u[rank], kept, strict=True)
             workers.u[rank] = [MOMENTUM * u + g for u, g in pairs]
             workers.x[rank] = [w - LR * u for w, u in zip(x, workers.u[rank], strict=True)]
-        workers.x = mixed(workers.x, config.who(), step)
+        workers.x = mixed(workers.x, config.build_topology(), step)
         expected.append(workers.copy())
-    told = run_local(WORKERS, lambda c: in_the_loop(c, config, most=most, pieces=pieces))
-    assert_same([history for history, _, _ in told], expected)
-    # Where gradients are looked at first, one step updates all segments; else each has its own.
+    records = run_threads(WORKERS, lambda c: in_the_loop(c, config, most=most, pieces=pieces))
+    assert_same([history for history, _, _ in records], expected)
+    # If gradients are read first, one optimizer step updates all segments; else each has its own.
     updates = STEPS * (2 if most is None else 1)
-    assert {(steps, rounds) for _, steps, rounds in told} == {(updates, STEPS * 2)}
+    assert {(steps, rounds) for _, steps, rounds in records} == {(updates, STEPS * 2)}
     assert (scaled > 0) == (most == 4.0)
     assert most != 4.0 or scaled < STEPS * WORKERS, "some are below"

@@ -6,15 +6,14 @@ import torch
 from torch import nn
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local import run_local
-from stretto.comm.recording import RecordingChannel
+from stretto.comm.local_transports import RecordingTransport, run_threads
 from stretto.config import load
 from stretto.errors import ConfigError
-from stretto.optim import LARSConfig, make_optimizer, own_norms
-from stretto.optim.norms import Sharing
+from stretto.optim import LARSConfig, local_norms, make_optimizer
+from stretto.optim.layer_optimizer import NormSharing
 from stretto.run import RunConfig, assemble, prepare
-from stretto.strategy import CrossoverConfig, build_strategy
-from stretto.strategy.group_norms import GroupNorms
+from stretto.strategies import CrossoverConfig, build_strategy
+from stretto.strategies.group_norms import GroupNorms
 from stretto.train.loop import train
 from tests.laws.test_gossip import (
     CUTS,
@@ -64,28 +63,28 @@ class Shifted(Chain):
 def trained(sharing, *, reads):
     inputs, targets = batches()
 
-    def on_rank(channel):
-        strategy = build_strategy(GOSSIP, channel, calls=("first", "second"))
+    def on_rank(transport):
+        strategy = build_strategy(GOSSIP, transport, calls=("first", "second"))
         strategy.reads_gradients = reads
-        norms = GroupNorms(strategy, channel, sharing)
-        making = norms.watching(make_optimizer(OPTIM, norms=norms))
+        norms = GroupNorms(strategy, transport, sharing)
+        making = norms.with_group_norms(make_optimizer(OPTIM, norms=norms))
         model, optimizer = strategy.attach(Shifted(), making)
         history = []
         for step in range(STEPS):
             strategy.begin(step, 0, True, LR)
-            if not idle(step, channel.rank):
-                x, y = (torch.from_numpy(a[step, channel.rank]) for a in (inputs, targets))
+            if not idle(step, transport.rank):
+                x, y = (torch.from_numpy(a[step, transport.rank]) for a in (inputs, targets))
                 loss = (model(x) - y).square().sum() / 2
                 (loss / (SAMPLES * WORKERS)).backward()
-            if not strategy.after_backward().done:
+            if not strategy.after_backward().is_applied:
                 optimizer.step()
                 optimizer.zero_grad()
             strategy.after_update()
-            history.append(seen(strategy, model))
+            history.append(seen(model))
         strategy.close()
         return history
 
-    return run_local(WORKERS, on_rank)
+    return run_threads(WORKERS, on_rank)
 
 
 def lars(workers, step, width):
@@ -118,13 +117,13 @@ def test_norms_are_of_the_groups_mean_from_a_step_on(width, from_step, reads):
     workers, expected = Workers(), []
     for step in range(STEPS):
         lars(workers, step, width if step >= from_step else 1)
-        workers.x = mixed(workers.x, GOSSIP.who(), step)
+        workers.x = mixed(workers.x, GOSSIP.build_topology(), step)
         expected.append(workers.copy())
-    assert_same(trained(Sharing(width, from_step), reads=reads), expected)
+    assert_same(trained(NormSharing(width, from_step), reads=reads), expected)
 
 
 def test_groups_do_change_the_steps():
-    own, groups = (trained(Sharing(width, 0), reads=False)[0][-1] for width in (1, 2))
+    own, groups = (trained(NormSharing(width, 0), reads=False)[0][-1] for width in (1, 2))
     assert np.abs(own[0] - groups[0]).max() > 1e-3
 
 
@@ -137,16 +136,16 @@ SETTINGS = [
 def on_four(folder, *settings):
     """Train as four ranks; return of each the parts, and the messages that it sent."""
 
-    def on_rank(channel):
-        recording = RecordingChannel(channel)
+    def on_rank(transport):
+        recording = RecordingTransport(transport)
         loaded = load(RunConfig, None, [*SETTINGS, f"run.folder={folder}", *settings])
-        world = World(channel.rank, Mesh((4,)))
+        world = World(transport.rank, Mesh((4,)))
         parts = assemble(loaded, prepare(loaded.config), world, recording, lambda event: None)
         train(parts)
         parts.strategy.close()
         return parts, recording
 
-    return run_local(4, on_rank)
+    return run_threads(4, on_rank)
 
 
 def weights(parts):
@@ -160,7 +159,7 @@ def test_where_all_have_one_model_a_groups_norms_are_everybodys_and_nothing_is_s
     for (one, said), (other, also_said) in zip(plain, shared, strict=True):
         assert torch.equal(weights(one), weights(other))
         assert sorted(map(str, also_said.sent)) == sorted(map(str, said.sent))
-    assert kind == "sharded" or shared[0][0].optimizer.norms is own_norms
+    assert kind == "sharded" or shared[0][0].optimizer.norms is local_norms
 
 
 @pytest.mark.parametrize("kind", ["crossover", "sgp", "local_sgd", "diloco", "noloco"])
@@ -196,8 +195,8 @@ def test_sharing_sends_weights_and_gradients_around_the_group_in_every_step(widt
     for (parts, said), (_, also_said) in zip(plain, shared, strict=True):
         more = to_peers(also_said) - to_peers(said)
         # A chunk is one of ``width``: rounded up or down, a few elements in a message.
-        wanted = parts.total_steps * both * 2 * (width - 1) / width
-        assert more == pytest.approx(wanted, rel=0.05)
+        expected_bytes = parts.total_steps * both * 2 * (width - 1) / width
+        assert more == pytest.approx(expected_bytes, rel=0.05)
 
 
 def to_peers(recording):

@@ -1,4 +1,4 @@
-"""Every good image exactly once an epoch and every bad one named, whatever the world is."""
+"""At any world size every good image is read once an epoch and every bad one is reported."""
 
 from collections import Counter
 from contextlib import ExitStack, closing
@@ -8,19 +8,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto.data import Images, ImagesConfig, step_share, steps_per_epoch
+from stretto.data import ImageFolder, ImagesConfig, rank_samples, steps_per_epoch
 from tests.imagenet import write_imagenet
-from tests.unit.data.images.pictures import CORRUPT, PLAIN, alone, fill, jpeg, numbers
+from tests.unit.data.images.pictures import CORRUPT, PLAIN, fill, jpeg, numbers, single_rank
 
 pytestmark = pytest.mark.multi
 NUM_SAMPLES = 170
 BAD = {3 * i + 1: kind for i, kind in enumerate(list(CORRUPT) * 10)}
-"""Fifty of the samples, ten of each kind."""
+"""Fifty of the samples, ten of each kind of damage."""
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Four ranks that have opened one folder; the smaller worlds use the first of them."""
+    """Four ranks that have opened one folder; smaller worlds use the first of them."""
     files = {
         f"train/{'ab'[2 * i // NUM_SAMPLES]}/{i:03}.jpg": CORRUPT[BAD[i]] if i in BAD else jpeg(i)
         for i in range(NUM_SAMPLES)
@@ -29,18 +29,18 @@ def ranks(tmp_path_factory):
     (folder / "test" / "b").mkdir()
     config = ImagesConfig(path=str(folder), size=16, augment="none", decoders=1, **PLAIN)
     with ExitStack() as stack:
-        sources = [stack.enter_context(closing(Images(config, train=True))) for _ in range(4)]
+        sources = [stack.enter_context(closing(ImageFolder(config, train=True))) for _ in range(4)]
         for source in sources:
-            source.start(alone("law"))
+            source.start(single_rank("law"))
         yield sources
 
 
 def one_epoch(sources, *, batch, seed, epoch):
-    """Return the numbers seen and the samples skipped, over all ranks and steps."""
+    """Return the image numbers seen and the samples skipped, over all ranks and steps."""
     seen, skipped = Counter(), Counter()
     for step in range(steps_per_epoch(NUM_SAMPLES, batch)):
         for rank, source in enumerate(sources):
-            share = step_share(
+            local_samples = rank_samples(
                 step,
                 batch=batch,
                 rank=rank,
@@ -49,11 +49,13 @@ def one_epoch(sources, *, batch, seed, epoch):
                 seed=seed,
                 epoch=epoch,
             )
-            inputs, targets = source.batch(share.samples, share.epoch)
-            account = source.take_account()
-            assert len(inputs) == len(targets) == len(share.samples) - len(account.skipped)
+            inputs, targets = source.batch(local_samples.samples, local_samples.epoch)
+            statistics = source.take_statistics()
+            assert (
+                len(inputs) == len(targets) == len(local_samples.samples) - len(statistics.skipped)
+            )
             seen.update(numbers(inputs))
-            skipped.update(account.skipped)
+            skipped.update(statistics.skipped)
     return seen, skipped
 
 
@@ -64,7 +66,7 @@ def one_epoch(sources, *, batch, seed, epoch):
     seed=st.integers(0, 2**32),
     epoch=st.integers(0, 100),
 )
-def test_every_good_image_comes_once_an_epoch_and_every_bad_one_is_named(
+def test_every_good_image_is_read_once_an_epoch_and_every_bad_one_is_reported(
     ranks, size, batch, seed, epoch
 ):
     seen, skipped = one_epoch(ranks[:size], batch=batch, seed=seed, epoch=epoch)
@@ -73,7 +75,7 @@ def test_every_good_image_comes_once_an_epoch_and_every_bad_one_is_named(
     assert named == Counter(list(BAD))
 
 
-def test_fifty_corrupt_files_are_listed_with_the_reason_of_each(ranks):
+def test_fifty_corrupt_files_are_listed_with_their_reasons(ranks):
     _, skipped = one_epoch(ranks[:2], batch=20, seed=0, epoch=0)
     expected = {"text": "not an image", "empty": "empty file", "huge": "60000 x 60000"}
     assert len(skipped) == 50
@@ -83,7 +85,7 @@ def test_fifty_corrupt_files_are_listed_with_the_reason_of_each(ranks):
         assert len(bad.reason.splitlines()) == 1
 
 
-def test_the_order_of_asking_does_not_change_a_sample(ranks):
+def test_a_sample_does_not_depend_on_the_order_of_requests(ranks):
     order = np.random.default_rng(0).permutation(NUM_SAMPLES)
     straight = ranks[0].batch(np.arange(NUM_SAMPLES), 5)[0]
     shuffled = ranks[1].batch(order, 5)[0]
@@ -97,9 +99,9 @@ def photographs(tmp_path_factory):
     folder = write_imagenet(tmp_path_factory.mktemp("imagenet"), classes=20, per_class=2, val=5)
     config = ImagesConfig(path=str(folder), size=24, augment="area_crop", decoders=1)
     with ExitStack() as stack:
-        sources = [stack.enter_context(closing(Images(config, train=True))) for _ in range(4)]
+        sources = [stack.enter_context(closing(ImageFolder(config, train=True))) for _ in range(4)]
         for source in sources:
-            source.start(alone("photographs"))
+            source.start(single_rank("photographs"))
         yield sources
 
 
@@ -110,13 +112,13 @@ def test_an_area_crop_is_the_same_on_any_rank_in_any_batch(photographs, size, ba
     straight, labels = photographs[3].batch(np.arange(num_samples), epoch)
     for step in range(steps_per_epoch(num_samples, batch)):
         for rank, source in enumerate(photographs[:size]):
-            place = {"batch": batch, "rank": rank, "size": size, "num_samples": num_samples}
-            share = step_share(step, **place, seed=1, epoch=epoch)
-            inputs, targets = source.batch(share.samples, share.epoch)
-            assert (inputs == straight[share.samples]).all()
-            assert (targets == labels[share.samples]).all()
+            layout = {"batch": batch, "rank": rank, "size": size, "num_samples": num_samples}
+            local_samples = rank_samples(step, **layout, seed=1, epoch=epoch)
+            inputs, targets = source.batch(local_samples.samples, local_samples.epoch)
+            assert (inputs == straight[local_samples.samples]).all()
+            assert (targets == labels[local_samples.samples]).all()
 
 
-def test_another_epoch_shows_every_photograph_otherwise(photographs):
+def test_another_epoch_crops_every_photograph_differently(photographs):
     first, second = (photographs[0].batch(np.arange(40), epoch)[0] for epoch in (0, 1))
     assert (first != second).flatten(1).any(1).all()

@@ -1,6 +1,6 @@
-"""Local updates are what their papers say: histories against plain NumPy; rounds that nobody parts.
+"""Local updates equal their papers: histories against plain NumPy, worker by worker.
 
-Formulas are read from the papers once more, here, worker by worker and layer by layer.
+The formulas are written once more here from the papers, worker by worker and layer by layer.
 """
 
 import copy
@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.comm.local import run_local
+from stretto.comm.local_transports import run_threads
 from stretto.errors import CheckpointError
-from stretto.optim.outer import average_, nesterov_, noloco_, slowmo_
-from stretto.strategy import (
+from stretto.optim.rules import outer_average_, outer_nesterov_, outer_noloco_, outer_slowmo_
+from stretto.strategies import (
     AllReduceConfig,
     DiLoCoConfig,
     LocalSGDConfig,
@@ -24,8 +24,8 @@ from stretto.strategy import (
     SlowMoConfig,
     build_strategy,
 )
-from stretto.strategy.own import optimizer_tensors
-from stretto.topology.analysis import matrix
+from stretto.strategies.local_state import optimizer_tensors
+from stretto.topology.analysis import mixing_matrix
 from tests.laws import test_no_trace as no_trace
 from tests.laws.test_gossip import (
     LR,
@@ -58,17 +58,17 @@ def adam(parameters):
 
 
 class Rank:
-    """One rank in the hands of a test: steps it as the loop does."""
+    """One rank that a test steps as the training loop does."""
 
-    def __init__(self, config, channel, make=sgd):
-        self.channel = channel
-        self.strategy = build_strategy(config, channel)
+    def __init__(self, config, transport, make=sgd):
+        self.transport = transport
+        self.strategy = build_strategy(config, transport)
         self.model, self.optimizer = self.strategy.attach(Chain(), make)
-        self.inputs, self.targets = batches(channel.size)
+        self.inputs, self.targets = batches(transport.size)
 
     def batch(self, step):
         arrays = (self.inputs, self.targets)
-        return [torch.from_numpy(array[step, self.channel.rank]) for array in arrays]
+        return [torch.from_numpy(array[step, self.transport.rank]) for array in arrays]
 
     def step(self, step, *, counts=True):
         for group in self.optimizer.param_groups:
@@ -76,9 +76,9 @@ class Rank:
         self.strategy.begin(step, 0, True, rate(step))
         x, y = self.batch(step)
         loss = (self.model(x) - y).square().sum() / 2
-        (loss / (SAMPLES * self.channel.size)).backward()
-        agreed = self.strategy.after_backward(update=counts)
-        if counts and not agreed.done:
+        (loss / (SAMPLES * self.transport.size)).backward()
+        step_gradients = self.strategy.after_backward(update=counts)
+        if counts and not step_gradients.is_applied:
             self.optimizer.step()
         self.optimizer.zero_grad()
         if counts:
@@ -91,19 +91,19 @@ class Rank:
 def trained(config, workers=WORKERS, *, make=sgd, left_out=()):
     """Return each worker's weights after every step."""
 
-    def on_rank(channel):
-        rank, history = Rank(config, channel, make), []
+    def on_rank(transport):
+        rank, history = Rank(config, transport, make), []
         for step in range(STEPS):
             rank.step(step, counts=step not in left_out)
             history.append(rank.weights())
         rank.strategy.close()
         return history
 
-    return run_local(workers, on_rank)
+    return run_threads(workers, on_rank)
 
 
 class Team:
-    """Workers in NumPy: weights, and what the optimizer of each remembers, by layer."""
+    """Workers in NumPy: weights and optimizer state of each, by layer."""
 
     def __init__(self, workers, momentum=MOMENTUM):
         self.x = [initial() for _ in range(workers)]
@@ -274,12 +274,12 @@ def test_noloco_follows_the_mean_of_a_pair_that_is_drawn_anew(workers):
     lr, mu, config = 0.7, 0.5, NoLoCoConfig(every=3, seed=2)
     team = Team(workers)
     old, m = [initial() for _ in range(workers)], [zeros() for _ in range(workers)]
-    met = set()
+    pairings = set()
     for step in range(STEPS):
         team.step(step)
         if (step + 1) % 3 == 0:
-            pairs = matrix(config.who(), workers, step // 3) > 0
-            met.add(pairs.tobytes())
+            pairs = mixing_matrix(config.build_topology(), workers, step // 3) > 0
+            pairings.add(pairs.tobytes())
             news = []
             for i in range(workers):
                 pair = [j for j in range(workers) if pairs[i, j]]
@@ -292,7 +292,7 @@ def test_noloco_follows_the_mean_of_a_pair_that_is_drawn_anew(workers):
             team.x = [[w.copy() for w in new] for new in news]
         team.note()
     assert_same(trained(config, workers), team.history)
-    assert workers == 1 or len(met) > 1
+    assert workers == 1 or len(pairings) > 1
 
 
 def plain(parameters):
@@ -326,33 +326,33 @@ def test_slowmo_without_a_slow_momentum_is_local_sgd_that_empties_its_own():
 
 
 def test_a_rank_without_samples_steps_by_zero_and_the_mean_is_synchronous_still():
-    def on_rank(channel, config):
-        rank = Rank(config, channel)
+    def on_rank(transport, config):
+        rank = Rank(config, transport)
         for step in range(6):
             rank.strategy.begin(step, 0, True, LR)
-            if channel.rank != step % 3:
+            if transport.rank != step % 3:
                 x, y = (
-                    torch.from_numpy(a[step, channel.rank]) for a in (rank.inputs, rank.targets)
+                    torch.from_numpy(a[step, transport.rank]) for a in (rank.inputs, rank.targets)
                 )
                 ((rank.model(x) - y).square().sum() / (4 * SAMPLES)).backward()
-            if not rank.strategy.after_backward().done:
+            if not rank.strategy.after_backward().is_applied:
                 rank.optimizer.step()
             rank.optimizer.zero_grad()
             rank.strategy.after_update()
         rank.strategy.close()
         return [rank.weights()]
 
-    local = run_local(3, lambda c: on_rank(c, LocalSGDConfig(every=1)))
-    assert_same(local, by_step(run_local(3, lambda c: on_rank(c, AllReduceConfig()))))
+    local = run_threads(3, lambda c: on_rank(c, LocalSGDConfig(every=1)))
+    assert_same(local, by_step(run_threads(3, lambda c: on_rank(c, AllReduceConfig()))))
 
 
 @pytest.mark.parametrize("rule", ["average", "slowmo", "nesterov", "noloco"])
 def test_outer_rules_do_to_stacked_workers_what_they_do_to_each(rule):
     apply = {
-        "average": lambda s, m, d: average_(s, d),
-        "slowmo": lambda s, m, d: slowmo_(s, m, d, lr=0.1, alpha=0.9, beta=0.5),
-        "nesterov": lambda s, m, d: nesterov_(s, m, d, lr=0.7, momentum=0.9),
-        "noloco": lambda s, m, d: noloco_(s, m, d, lr=0.7, momentum=0.5),
+        "average": lambda s, m, d: outer_average_(s, d),
+        "slowmo": lambda s, m, d: outer_slowmo_(s, m, d, lr=0.1, alpha=0.9, beta=0.5),
+        "nesterov": lambda s, m, d: outer_nesterov_(s, m, d, lr=0.7, momentum=0.9),
+        "noloco": lambda s, m, d: outer_noloco_(s, m, d, lr=0.7, momentum=0.5),
     }[rule]
     draw = torch.Generator().manual_seed(3)
     shapes = [(3, 2), (5,)]
@@ -360,22 +360,22 @@ def test_outer_rules_do_to_stacked_workers_what_they_do_to_each(rule):
         [torch.randn(4, *shape, generator=draw, dtype=torch.float64) for shape in shapes]
         for _ in range(3)
     ]
-    alone = [[[t[w].clone() for t in tensors] for tensors in stacked] for w in range(4)]
+    separate = [[[t[w].clone() for t in tensors] for tensors in stacked] for w in range(4)]
     apply(*stacked)
-    for w, (starts, momenta, _) in enumerate(alone):
-        apply(*alone[w])
+    for w, (starts, momenta, _) in enumerate(separate):
+        apply(*separate[w])
         for tensors, one in ((stacked[0], starts), (stacked[1], momenta)):
             assert all(torch.equal(t[w], o) for t, o in zip(tensors, one, strict=True))
 
 
 def test_slowmo_at_a_rate_of_zero_divides_by_nothing():
     start, u, moved = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([0.25])
-    slowmo_([start], [u], [moved], lr=0.0, alpha=0.5, beta=0.5)
+    outer_slowmo_([start], [u], [moved], lr=0.0, alpha=0.5, beta=0.5)
     assert (start.item(), u.item()) == (0.875, 1.0)
 
 
 class Gate:
-    """Lets no parcel leave a rank while it is shut; says so when one has waited too long."""
+    """Delays all messages of a rank while it is closed; fails if one waits too long."""
 
     def __init__(self, inner):
         self._inner, self.open = inner, threading.Event()
@@ -392,8 +392,8 @@ class Gate:
 def test_steps_go_on_while_a_fragment_travels():
     config = DiLoCoConfig(every=4, delay=2, mix=0.5, algorithm="ring")
 
-    def on_rank(channel):
-        gate = Gate(channel)
+    def on_rank(transport):
+        gate = Gate(transport)
         rank, history = Rank(config, gate), []
         for step in range(STEPS):
             if (step + 1) % 4 == 0:
@@ -406,7 +406,7 @@ def test_steps_go_on_while_a_fragment_travels():
         rank.strategy.close()
         return history
 
-    assert_same(run_local(3, on_rank), streaming(3, 1, 2, 0.5))
+    assert_same(run_threads(3, on_rank), streaming(3, 1, 2, 0.5))
 
 
 KINDS = {
@@ -427,11 +427,11 @@ def settings_of(kind):
 def test_a_run_stopped_anywhere_and_resumed_is_one_that_never_stopped(
     tmp_path, kind, cut, size, batch
 ):
-    pace = [f"train.batch={batch}", *(f"train.{what}_every=1000" for what in ("eval", "save"))]
-    pace += settings_of(kind)
-    whole = no_trace.loaded_run(tmp_path, *pace, "train.steps=9")
+    settings = [f"train.batch={batch}", *(f"train.{what}_every=1000" for what in ("eval", "save"))]
+    settings += settings_of(kind)
+    whole = no_trace.loaded_run(tmp_path, *settings, "train.steps=9")
     undisturbed = no_trace.run(size, whole, saves=False)
-    no_trace.run(size, no_trace.loaded_run(tmp_path, *pace, f"train.steps={cut}"))
+    no_trace.run(size, no_trace.loaded_run(tmp_path, *settings, f"train.steps={cut}"))
     assert no_trace.run(size, whole, resume=True) == undisturbed
 
 
@@ -439,71 +439,72 @@ def test_a_run_stopped_anywhere_and_resumed_is_one_that_never_stopped(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(tmp_path, kind, often):
     rare = "eval" if often == "save" else "save"
-    pace = ["train.batch=9", "train.steps=9", f"train.{rare}_every=1000", *settings_of(kind)]
-    looked_at = no_trace.run(3, no_trace.loaded_run(tmp_path, *pace, f"train.{often}_every=1"))
-    calm = no_trace.loaded_run(tmp_path, *pace, f"train.{often}_every=1000")
-    alone = no_trace.run(3, calm, saves=False)
-    assert looked_at == alone
-    weights = [rank["0.weight"] for rank in alone]
+    settings = ["train.batch=9", "train.steps=9", f"train.{rare}_every=1000", *settings_of(kind)]
+    looked_at = no_trace.run(3, no_trace.loaded_run(tmp_path, *settings, f"train.{often}_every=1"))
+    calm = no_trace.loaded_run(tmp_path, *settings, f"train.{often}_every=1000")
+    undisturbed = no_trace.run(3, calm, saves=False)
+    assert looked_at == undisturbed
+    weights = [rank["0.weight"] for rank in undisturbed]
     assert weights[0] != weights[1], "ranks that were one model would show nothing"
 
 
 @pytest.mark.parametrize(
-    "again", [lambda strategy: strategy.unsettle(), lambda strategy: strategy.begin(5, 0, True, LR)]
+    "again",
+    [lambda strategy: strategy.restore_local(), lambda strategy: strategy.begin(5, 0, True, LR)],
 )
-def test_settled_is_the_exact_mean_and_each_rank_has_its_own_again(again):
-    def on_rank(channel):
-        rank = Rank(DiLoCoConfig(every=4, delay=2, mix=0.5), channel)
+def test_consolidate_gives_the_exact_mean_and_each_rank_gets_its_own_back(again):
+    def on_rank(transport):
+        rank = Rank(DiLoCoConfig(every=4, delay=2, mix=0.5), transport)
         for step in range(5):
             rank.step(step)
         own = rank.weights()
-        rank.strategy.settle()
-        rank.strategy.settle()
+        rank.strategy.consolidate()
+        rank.strategy.consolidate()
         mean = rank.weights()
         again(rank.strategy)
         back = rank.weights()
         rank.strategy.close()
         return own, mean, back
 
-    found = run_local(3, on_rank)
+    found = run_threads(3, on_rank)
     for k in LAYERS:
-        wanted = np.mean([own[k] for own, _, _ in found], axis=0)
+        expected = np.mean([own[k] for own, _, _ in found], axis=0)
         for own, mean, back in found:
-            np.testing.assert_allclose(mean[k], wanted, rtol=0, atol=1e-14)
+            np.testing.assert_allclose(mean[k], expected, rtol=0, atol=1e-14)
             assert (own[k] == back[k]).all()
 
 
-def test_settling_waits_for_what_is_under_way():
-    def on_rank(channel):
-        gate = Gate(channel)
+def test_consolidate_waits_for_fragments_in_flight():
+    def on_rank(transport):
+        gate = Gate(transport)
         rank = Rank(DiLoCoConfig(every=4, delay=3, algorithm="ring"), gate)
         for step in range(3):
             rank.step(step)
         gate.open.clear()
         rank.step(3)
         threading.Timer(0.2, gate.open.set).start()
-        rank.strategy.settle()
+        rank.strategy.consolidate()
         opened = gate.open.is_set()
         rank.strategy.close()
         return opened
 
-    assert run_local(2, on_rank) == [True, True]
+    assert run_threads(2, on_rank) == [True, True]
 
 
 def test_with_other_ranks_a_run_begins_anew_from_one_model():
-    def on_rank(channel):
-        rank = Rank(DiLoCoConfig(every=4, delay=2), channel)
+    def on_rank(transport):
+        rank = Rank(DiLoCoConfig(every=4, delay=2), transport)
         for step in range(5):
             rank.step(step)
         with torch.no_grad():
             for parameter in rank.model.parameters():
                 parameter.fill_(1.0)
-        rank.strategy.load_own_state({})
-        state = rank.strategy.own_state()
+        rank.strategy.load_local_state({})
+        state = rank.strategy.local_state()
         rank.strategy.close()
         return state
 
-    for state in run_local(2, on_rank):
+    for state in run_threads(2, on_rank):
         kept = {name: t for name, t in state.items() if name.startswith("fragment-")}
         assert kept.keys() == {"fragment-0/start", "fragment-0/momentum"}
         assert (kept["fragment-0/start"] == 1).all()
@@ -511,28 +512,28 @@ def test_with_other_ranks_a_run_begins_anew_from_one_model():
 
 
 def test_rounds_begin_anew_where_a_rank_is_not_at_the_mean_that_it_looks_at():
-    def on_rank(channel):
-        rank = Rank(LocalSGDConfig(every=4), channel)
+    def on_rank(transport):
+        rank = Rank(LocalSGDConfig(every=4), transport)
         for step in range(3):
             rank.step(step)
-        rank.strategy.settle()
-        rank.strategy.load_own_state({})
-        start = rank.strategy.own_state()["fragment-0/start"]
+        rank.strategy.consolidate()
+        rank.strategy.load_local_state({})
+        start = rank.strategy.local_state()["fragment-0/start"]
         rank.strategy.begin(3, 0, True, LR)
         rank.strategy.close()
         return start, torch.cat([p.detach().flatten() for p in rank.model.parameters()])
 
-    for start, own in run_local(2, on_rank):
+    for start, own in run_threads(2, on_rank):
         assert torch.equal(start, own)
 
 
 def test_a_checkpoint_of_other_fragments_is_refused_with_what_to_do():
-    def on_rank(channel):
-        kept = Rank(DiLoCoConfig(every=4, fragments=2), channel).strategy.own_state()
-        Rank(DiLoCoConfig(every=4), channel).strategy.load_own_state(kept)
+    def on_rank(transport):
+        kept = Rank(DiLoCoConfig(every=4, fragments=2), transport).strategy.local_state()
+        Rank(DiLoCoConfig(every=4), transport).strategy.load_local_state(kept)
 
     with pytest.raises(CheckpointError, match=r"2 fragments began, the run has 1: set strategy\."):
-        run_local(2, on_rank)
+        run_threads(2, on_rank)
 
 
 class Forked(nn.Module):
@@ -547,11 +548,11 @@ class Forked(nn.Module):
         return self.ways[self.mine](x)
 
 
-def test_what_only_some_ranks_optimizers_remember_is_named_alike_and_given_back_to_them_alone():
-    def on_rank(channel):
+def test_optimizer_state_of_some_ranks_has_equal_names_on_all_and_returns_to_those_ranks():
+    def on_rank(transport):
         def attached():
-            strategy = build_strategy(LocalSGDConfig(every=2), channel)
-            return strategy, *strategy.attach(Forked(channel.rank), sgd)
+            strategy = build_strategy(LocalSGDConfig(every=2), transport)
+            return strategy, *strategy.attach(Forked(transport.rank), sgd)
 
         strategy, model, optimizer = attached()
         strategy.begin(0, 0, True, LR)
@@ -560,15 +561,15 @@ def test_what_only_some_ranks_optimizers_remember_is_named_alike_and_given_back_
         optimizer.step()
         names = {id(p): name for name, p in model.named_parameters()}
         had = optimizer_tensors(optimizer, names)
-        state = strategy.own_state()
+        state = strategy.local_state()
         other, again, anew = attached()
         for parameter in again.parameters():  # as of rank 0
             anew.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
-        other.load_own_state(state)
+        other.load_local_state(state)
         got = optimizer_tensors(anew, {id(p): name for name, p in again.named_parameters()})
         return list(state), had, got
 
-    found = run_local(2, on_rank)
+    found = run_threads(2, on_rank)
     assert found[0][0] == found[1][0]
     assert found[0][1].keys() != found[1][1].keys()
     for _, had, got in found:
@@ -580,13 +581,13 @@ def test_what_only_some_ranks_optimizers_remember_is_named_alike_and_given_back_
 def test_in_a_loop_of_ones_own_a_look_at_the_mean_leaves_no_trace(kind):
     start = nn.Linear(3, 1).double()
 
-    def on_rank(channel, looks):
-        draw = torch.Generator().manual_seed(channel.rank)
+    def on_rank(transport, looks):
+        draw = torch.Generator().manual_seed(transport.rank)
         how = {"local_sgd": LocalSGDConfig, "noloco": NoLoCoConfig}[kind](every=3)
-        model, optimizer = stretto.distribute(copy.deepcopy(start), sgd, how, channel=channel)
+        model, optimizer = stretto.distribute(copy.deepcopy(start), sgd, how, transport=transport)
         for _ in range(7):
             if looks:
-                stretto.settle(model)
+                stretto.consolidate(model)
                 with torch.no_grad():
                     model(torch.ones(1, 3, dtype=torch.float64))
             optimizer.zero_grad()
@@ -594,8 +595,8 @@ def test_in_a_loop_of_ones_own_a_look_at_the_mean_leaves_no_trace(kind):
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
-    looked, alone = (
-        run_local(2, lambda c, looks=looks: on_rank(c, looks)) for looks in (True, False)
+    looked, undisturbed = (
+        run_threads(2, lambda c, looks=looks: on_rank(c, looks)) for looks in (True, False)
     )
-    for mine, theirs in zip(looked, alone, strict=True):
+    for mine, theirs in zip(looked, undisturbed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -1,11 +1,11 @@
-"""Gradients mixed between groups, and models that meet now and then: histories against NumPy."""
+"""Gradients mixed between groups, and exact averages of models: histories against NumPy."""
 
 import numpy as np
 import pytest
 import torch
 
-from stretto.comm.local import run_local
-from stretto.strategy import CrossoverConfig, build_strategy
+from stretto.comm.local_transports import run_threads
+from stretto.strategies import CrossoverConfig, build_strategy
 from tests.laws.test_gossip import (
     CUTS,
     LR,
@@ -25,10 +25,10 @@ def reading(config, workers, groups):
     """Return the history of steps by mixed gradients, of models that become their mean at times."""
     read, expected = Groups(workers, groups), []
     for step in range(STEPS):
-        for group, found in enumerate(mixed_gradients(read, config.who(), step)):
+        for group, found in enumerate(mixed_gradients(read, config.build_topology(), step)):
             read.u[group] = [MOMENTUM * u + g for u, g in zip(read.u[group], found, strict=True)]
             read.x[group] = [x - LR * u for x, u in zip(read.x[group], read.u[group], strict=True)]
-        if config.averages_after(step):
+        if config.averages_exactly_after(step):
             read.x = [[np.mean(layer, axis=0) for layer in zip(*read.x, strict=True)]] * groups
         expected.append(read.copy())
     return expected
@@ -47,7 +47,7 @@ def test_a_groups_gradient_is_mixed_with_those_of_other_groups(workers, groups, 
     )
     expected = reading(config, workers, groups)
     assert_same(trained(config, workers, reads=reads), expected)
-    # Two that meet share everything; after an average the next step sets more of them apart again.
+    # Two groups share every gradient; with more of them, the step after an average separates them.
     assert (far(expected[EXACT]) > 1e-4) == (groups > 2)
     assert not exact_every or far(expected[EXACT - 1]) == 0
 
@@ -61,7 +61,7 @@ def test_an_average_of_models_leaves_what_all_share_as_it_is():
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("limit", [None, 1e-6])
-def test_models_that_are_too_far_apart_meet(limit, reads):
+def test_models_above_the_consensus_limit_are_averaged(limit, reads):
     config = CrossoverConfig(
         **CUTS, mix="gradients", groups=3, consensus_every=1, consensus_limit=limit
     )
@@ -74,15 +74,15 @@ def test_models_that_are_too_far_apart_meet(limit, reads):
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_one_member_alone_has_used_all_groups_update(reads):
-    def on_rank(channel):
+    def on_rank(transport):
         config = CrossoverConfig(**CUTS, topology="complete", mix="gradients", groups=2)
-        strategy = build_strategy(config, channel)
+        strategy = build_strategy(config, transport)
         strategy.reads_gradients = reads
         model, optimizer = strategy.attach(Rarely(), lambda p: torch.optim.SGD(p, lr=LR))
         strategy.begin(0, 0, True, LR)
-        if channel.rank < 2:  # the members of the other group have no samples
+        if transport.rank < 2:  # the members of the other group have no samples
             x = torch.ones(1, WIDTHS[0], dtype=torch.float64)
-            model(x, rare=channel.rank == 1).sum().backward()
+            model(x, rare=transport.rank == 1).sum().backward()
         strategy.after_backward()
         had = {name: p.grad is not None for name, p in model.named_parameters()}
         optimizer.step()
@@ -90,7 +90,7 @@ def test_what_one_member_alone_has_used_all_groups_update(reads):
         strategy.close()
         return had, model.rare.detach(), model.unused.detach()
 
-    found = run_local(4, on_rank)
+    found = run_threads(4, on_rank)
     for had, rare, unused in found:
         assert had == {"first.weight": True, "second.weight": True, "rare": True, "unused": False}
         torch.testing.assert_close(rare, found[1][1], rtol=0, atol=1e-12)

@@ -1,9 +1,9 @@
-"""What holds of every built-in model."""
+"""Laws of every built-in model."""
 
 import pytest
 import torch
 
-from stretto.model import (
+from stretto.models import (
     AlexNetConfig,
     CNNConfig,
     GPTConfig,
@@ -11,7 +11,7 @@ from stretto.model import (
     VGGConfig,
     backbone_state,
     build_model,
-    head_of,
+    head_layer_names,
     per_sample_loss,
 )
 
@@ -45,7 +45,7 @@ def batch_for(config, count):
     return images, torch.randint(config.classes, (count,), generator=generator)
 
 
-def answers(config):
+def num_outputs(config):
     return config.vocab if isinstance(config, GPTConfig) else config.classes
 
 
@@ -57,13 +57,13 @@ def bits(model):
 def test_outputs_are_one_row_of_logits_per_target(config):
     inputs, targets = batch_for(config, 3)
     outputs = build_model(config, seed=0)(inputs)
-    assert outputs.shape == (*targets.shape, answers(config))
+    assert outputs.shape == (*targets.shape, num_outputs(config))
 
 
 @every_model
-def test_a_model_in_evaluation_takes_no_samples_at_all(config):
+def test_a_model_in_evaluation_mode_accepts_an_empty_batch(config):
     inputs, targets = batch_for(config, 0)
-    assert build_model(config, seed=0).eval()(inputs).shape == (*targets.shape, answers(config))
+    assert build_model(config, seed=0).eval()(inputs).shape == (*targets.shape, num_outputs(config))
 
 
 @every_model
@@ -77,7 +77,7 @@ def test_another_seed_gives_other_bits(config):
 
 
 @every_model
-def test_weights_do_not_depend_on_what_was_drawn_before(config):
+def test_weights_do_not_depend_on_earlier_random_numbers(config):
     first = bits(build_model(config, seed=3))
     torch.rand(7)
     assert torch.equal(first, bits(build_model(config, seed=3)))
@@ -95,7 +95,7 @@ def test_every_parameter_gets_a_gradient(config):
     model = build_model(config, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():  # residual blocks begin at zero: move away from it
+        for parameter in model.parameters():  # residual blocks start at zero
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     inputs, targets = batch_for(config, 8)
     per_sample_loss(model(inputs), targets).mean().backward()
@@ -104,16 +104,16 @@ def test_every_parameter_gets_a_gradient(config):
 
 
 @every_model
-def test_the_head_is_the_layer_whose_length_is_the_answers(config):
+def test_the_head_is_the_layer_with_one_output_per_class(config):
     model = build_model(config, seed=0)
-    (head,) = head_of(model)
-    assert model.get_submodule(head).out_features == answers(config)
+    (head,) = head_layer_names(model)
+    assert model.get_submodule(head).out_features == num_outputs(config)
 
 
 @every_model
-def test_a_backbone_is_all_but_the_head(config):
+def test_the_backbone_is_everything_but_the_head(config):
     model = build_model(config, seed=0)
-    (head,) = head_of(model)
+    (head,) = head_layer_names(model)
     kept, whole = backbone_state(model), model.state_dict()
     assert whole.keys() - kept.keys() == {k for k in whole if k.startswith(f"{head}.")}
     assert all(torch.equal(value, whole[name]) for name, value in kept.items())

@@ -1,13 +1,13 @@
-"""A schedule with one fault is refused, whatever the fault and wherever it is.
+"""Verification refuses every schedule with one fault, whatever the fault and its position.
 
-The faults are generated: every kind, at places spread over the programs of all ranks. Only places
-where it is one are taken. Some changes are none, and are left out on purpose:
+The faults are generated: every kind, at positions spread over the programs of all ranks. These
+changes are no faults, and are left out on purpose:
 
-- a copied message sent twice, at both ends, arrives twice and means the same;
-- two additions of one lane may share a round, which applies them in program order;
-- a dependency is redundant where the operation neither reads nor writes the chunks of what it
-  waits for, or where an earlier operation of its round waits too; so a dependency is dropped only
-  from the operation that opens a round, and only if that round uses what it waited for.
+- a copied message that is sent twice, at both ends, since it arrives twice with the same values;
+- two additions of one lane in one round, since they are applied in program order;
+- a redundant dependency. It is redundant if the operation does not use the chunks of the operation
+  that it waits for, or if an earlier operation of its round waits as well. So a dependency is
+  dropped only from the first operation of a round, and only if the two use the same chunks.
 """
 
 from collections import defaultdict
@@ -17,12 +17,12 @@ from dataclasses import replace
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALLREDUCE, host_all_gather, host_reduce_scatter
-from stretto.comm.schedule import Action, rounds
-from stretto.comm.verify import verify_all_gather, verify_allreduce, verify_reduce_scatter
+from stretto.collectives.algorithms import ALLREDUCE, host_all_gather, host_reduce_scatter
+from stretto.collectives.schedule import Action, rounds
+from stretto.collectives.verify import verify_all_gather, verify_allreduce, verify_reduce_scatter
 from stretto.errors import ScheduleError
 
-SUBJECTS = {
+SCHEDULES = {
     "ring": (Mesh((4,)), 1),
     "ring in parts": (Mesh((3,)), 2),
     "halving-doubling": (Mesh((8,)), 1),
@@ -44,19 +44,19 @@ OTHERS = {
     "host-reduce-scatter": (host_reduce_scatter, verify_reduce_scatter),
     "host-all-gather": (host_all_gather, verify_all_gather),
 }
-"""Those that are no all-reduce."""
-PLACES = 4
-"""How many places of each kind are tried in each schedule, spread evenly over all there are."""
+"""Schedules that are not all-reduces, with their verification."""
+POSITIONS = 4
+"""How many positions of each fault are tried in each schedule, spread evenly."""
 
 
-def subject(name):
-    mesh, parts = SUBJECTS[name]
+def schedule_of(name):
+    mesh, parts = SCHEDULES[name]
     word = name.split(" ")[0]
     return OTHERS[word][0](mesh, parts) if word in OTHERS else ALLREDUCE[word](mesh, parts)
 
 
 def verify(name, schedule):
-    (mesh, _), word = SUBJECTS[name], name.split(" ")[0]
+    (mesh, _), word = SCHEDULES[name], name.split(" ")[0]
     if word in OTHERS:
         OTHERS[word][1](schedule, mesh.ranks_per_host[0])
     else:
@@ -64,13 +64,13 @@ def verify(name, schedule):
 
 
 class Draft:
-    """Every rank's program, open to change, and which operations are two ends of one message."""
+    """The programs of all ranks, which can be changed, and the matching ends of messages."""
 
     def __init__(self, schedule):
         self.schedule = schedule
         self.programs = [list(schedule.program(rank)) for rank in range(schedule.size)]
         sends, receives = defaultdict(list), defaultdict(list)
-        for rank, index, op in self.places():
+        for rank, index, op in self.positions():
             if op.action is Action.SEND:
                 sends[rank, op.peer, op.lane].append((rank, index))
             else:
@@ -85,7 +85,7 @@ class Draft:
         other.programs = [list(program) for program in self.programs]
         return other
 
-    def places(self):
+    def positions(self):
         for rank, program in enumerate(self.programs):
             for index, op in enumerate(program):
                 yield rank, index, op
@@ -94,26 +94,26 @@ class Draft:
         self.programs[rank][index] = self.programs[rank][index]._replace(**fields)
 
     def drop(self, rank, index):
-        """Take an operation out; whoever waited for it waits for what it waited for."""
+        """Remove an operation; operations that waited for it now wait for its dependencies."""
         program = self.programs[rank]
-        gone = program.pop(index)
-        for place, op in enumerate(program):
+        dropped = program.pop(index)
+        for position, op in enumerate(program):
             after = {i for i in op.after if i != index} | (
-                set(gone.after) if index in op.after else set()
+                set(dropped.after) if index in op.after else set()
             )
-            program[place] = op._replace(after=tuple(sorted(i - (i > index) for i in after)))
+            program[position] = op._replace(after=tuple(sorted(i - (i > index) for i in after)))
 
     def repeat(self, rank, index):
-        """Put an operation in again behind itself; whoever waited for it waits for both."""
+        """Insert a copy behind an operation; operations that waited for it wait for both."""
         program = self.programs[rank]
-        for place in range(index + 1, len(program)):
-            after = [i + (i > index) for i in program[place].after]
-            also = [index + 1] if index in program[place].after else []
-            program[place] = program[place]._replace(after=(*after, *also))
+        for position in range(index + 1, len(program)):
+            after = [i + (i > index) for i in program[position].after]
+            also = [index + 1] if index in program[position].after else []
+            program[position] = program[position]._replace(after=(*after, *also))
         program.insert(index + 1, program[index])
 
     def swap(self, rank, index, other):
-        """Let two operations change places, everything else staying as it is."""
+        """Swap two operations, but not their dependencies."""
         first, second = self.programs[rank][index], self.programs[rank][other]
         self.programs[rank][index] = second._replace(after=first.after)
         self.programs[rank][other] = first._replace(after=second.after)
@@ -124,7 +124,7 @@ class Draft:
 
 
 def ends_only(change):
-    """Return the kind of fault in which ``change(draft, op)`` is made at one end of a message."""
+    """Return the fault that applies ``change(draft, op)`` to one end of a message."""
 
     def mutate(draft, rank, index, op):
         fields = change(draft, op)
@@ -137,7 +137,7 @@ def ends_only(change):
 
 
 def both_ends(change):
-    """Return the kind in which both ends of a message are changed alike."""
+    """Return the fault that applies ``change(draft, op)`` to both ends of a message."""
 
     def mutate(draft, rank, index, op):
         fields = change(draft, op)
@@ -261,7 +261,7 @@ def dependency_missing(draft, rank, index, op):
 
 
 def clash(op, earlier):
-    """Return whether one of the two uses what the other changes."""
+    """Return whether one of the two operations uses chunks that the other changes."""
     both = {op.action, earlier.action}
     harmless = both == {Action.SEND} or (both == {Action.ADD} and op.lane == earlier.lane)
     return op.start < earlier.stop and earlier.start < op.stop and not harmless
@@ -330,49 +330,49 @@ ABSENT = {
         for kind in ("one end, add_is_copy", "added_twice")
     ),
 }
-"""Each lane between two ranks of a double tree carries a single message; a gather adds nothing."""
-CASES = [(name, kind) for name in SUBJECTS for kind in KINDS if (name, kind) not in ABSENT]
+"""Faults that cannot occur: a double tree has one message for each route, and a gather no sums."""
+CASES = [(name, kind) for name in SCHEDULES for kind in KINDS if (name, kind) not in ABSENT]
 
 
 def mutants(name, kind):
-    """Return the schedules of ``name`` with a fault of ``kind``, at a few places of many."""
-    schedule = subject(name)
+    """Return schedules of ``name`` with a fault of ``kind``, at a few of its positions."""
+    schedule = schedule_of(name)
     found = []
-    fresh = Draft(schedule)
-    for rank, index, _ in fresh.places():
-        draft = fresh.copy()
+    original = Draft(schedule)
+    for rank, index, _ in original.positions():
+        draft = original.copy()
         if KINDS[kind](draft, rank, index, draft.programs[rank][index]):
             found.append(draft.mutated())
-    return found[:: -(-len(found) // PLACES) or 1]
+    return found[:: -(-len(found) // POSITIONS) or 1]
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_what_is_going_to_be_broken_is_sound(name):
-    verify(name, subject(name))
-    verify(name, Draft(subject(name)).mutated())
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedules_without_faults_are_valid(name):
+    verify(name, schedule_of(name))
+    verify(name, Draft(schedule_of(name)).mutated())
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_a_fault_is_refused_and_says_in_which_schedule(name, kind):
+def test_a_fault_is_refused_with_the_name_of_the_schedule(name, kind):
     broken = mutants(name, kind)
-    assert broken, "no place for this fault: then it belongs to ABSENT"
+    assert broken, "no position for this fault: then it belongs to ABSENT"
     for schedule in broken:
         with pytest.raises(ScheduleError, match=f"^{schedule.name} for {schedule.size} ranks: "):
             verify(name, schedule)
 
 
-def test_there_are_many_faults_at_many_places():
+def test_there_are_many_faults_at_many_positions():
     assert len(KINDS) >= 25
-    assert len(CASES) * PLACES >= 1000
+    assert len(CASES) * POSITIONS >= 1000
     assert sum(len(mutants("masters", kind)) for kind in KINDS) >= 50
 
 
-def test_a_circle_of_waits_is_named():
+def test_a_deadlock_is_named():
     ring = ALLREDUCE["ring"](Mesh((3,)), 1)
 
     def receive_first(rank):
         send, receive, *_ = ring.program(rank)
         return (receive._replace(after=()), send._replace(after=(0,)))
 
-    with pytest.raises(ScheduleError, match="nobody can go on: rank 0 for \\[2\\]"):
+    with pytest.raises(ScheduleError, match="deadlock, these ranks wait: rank 0 for \\[2\\]"):
         verify_allreduce(replace(ring, program=receive_first))

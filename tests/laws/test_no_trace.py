@@ -1,7 +1,7 @@
-"""Looking at a run changes nothing: saved, evaluated, or stopped and resumed, it has the same bits.
+"""Saving, evaluating, or stopping and resuming a run does not change a bit of its result.
 
-The model has what makes this hard: statistics that are each rank's own, of several types, that
-count while it trains.
+The model makes this hard: it has statistics of several types that each rank counts by itself during
+training.
 """
 
 import copy
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local import run_local
+from stretto.comm.local_transports import run_threads
 from stretto.config import load
-from stretto.data import open_source
-from stretto.run import Prepared, RunConfig, assemble
+from stretto.data import open_sample_source
+from stretto.run import PreparedRun, RunConfig, assemble
 from stretto.train.loop import train
 from stretto.train.state import resume_state
 
@@ -25,8 +25,8 @@ STEPS = 5
 NEVER = 1000
 
 
-class Habit(nn.Module):
-    """Takes off a running mean in training too: what a rank computes depends on its buffers."""
+class NormWithOwnStatistics(nn.Module):
+    """Subtracts a running mean in training too, so that a rank's outputs depend on its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,27 +48,31 @@ class Habit(nn.Module):
 
 def with_statistics():
     return nn.Sequential(
-        nn.Conv2d(3, 4, 4, stride=4), nn.BatchNorm2d(4), Habit(), nn.Flatten(), nn.Linear(16, 8)
+        nn.Conv2d(3, 4, 4, stride=4),
+        nn.BatchNorm2d(4),
+        NormWithOwnStatistics(),
+        nn.Flatten(),
+        nn.Linear(16, 8),
     )
 
 
 def loaded_run(folder, *more):
     data = ["data.samples=20", "data.test_samples=5", "data.size=8"]
-    pace = ["optim.lr=0.05", "train.log_every=1000", f"run.folder={folder}"]
-    return load(RunConfig, None, [*data, *pace, *more])
+    settings_of_run = ["optim.lr=0.05", "train.log_every=1000", f"run.folder={folder}"]
+    return load(RunConfig, None, [*data, *settings_of_run, *more])
 
 
 def run(size, loaded, *, saves=True, resume=False):
-    """Train as ``size`` ranks; return on each the bytes of everything that training changes."""
+    """Train as ``size`` ranks; return, for each, the bytes of everything that training changes."""
     torch.manual_seed(0)
     initial = with_statistics()
     models = [copy.deepcopy(initial) for _ in range(size)]
-    sources = [open_source(loaded.config.data, train=part) for part in (True, False)]
+    sources = [open_sample_source(loaded.config.data, train=part) for part in (True, False)]
 
-    def on_rank(channel):
-        world = World(channel.rank, Mesh((size,)))
-        prepared = Prepared(*sources, models[channel.rank])
-        parts = assemble(loaded, prepared, world, channel, lambda event: None)
+    def on_rank(transport):
+        world = World(transport.rank, Mesh((size,)))
+        prepared = PreparedRun(*sources, models[transport.rank])
+        parts = assemble(loaded, prepared, world, transport, lambda event: None)
         if not saves:
             parts = replace(parts, checkpoints=None)
         first = resume_state(parts, log=pytest.fail) if resume else 0
@@ -76,7 +80,7 @@ def run(size, loaded, *, saves=True, resume=False):
         parts.strategy.close()
         return everything(parts)
 
-    return run_local(size, on_rank)
+    return run_threads(size, on_rank)
 
 
 def everything(parts):
@@ -87,37 +91,47 @@ def everything(parts):
 
 
 RUNS = {"size": st.integers(1, 4), "batch": st.integers(1, 20)}
-"""Small batches leave ranks without samples: then counts differ, too."""
+"""Small batches leave ranks without samples, so that their counts differ."""
 
 
 @settings(max_examples=15, deadline=None)
 @given(**RUNS, cut=st.integers(1, STEPS - 1))
-def test_a_run_stopped_anywhere_and_resumed_is_one_that_never_stopped(
+def test_a_run_stopped_anywhere_and_resumed_equals_one_that_never_stopped(
     tmp_path_factory, size, batch, cut
 ):
     folder = tmp_path_factory.mktemp("cut")
-    pace = [f"train.batch={batch}", f"train.eval_every={NEVER}", f"train.save_every={NEVER}"]
-    whole = loaded_run(folder, *pace, f"train.steps={STEPS}")
+    settings_of_run = [
+        f"train.batch={batch}",
+        f"train.eval_every={NEVER}",
+        f"train.save_every={NEVER}",
+    ]
+    whole = loaded_run(folder, *settings_of_run, f"train.steps={STEPS}")
     undisturbed = run(size, whole, saves=False)
-    run(size, loaded_run(folder, *pace, f"train.steps={cut}"))
+    run(size, loaded_run(folder, *settings_of_run, f"train.steps={cut}"))
     assert run(size, whole, resume=True) == undisturbed
 
 
 @settings(max_examples=10, deadline=None)
 @given(**RUNS)
 @pytest.mark.parametrize("often", ["save", "eval"])
-def test_a_run_saved_or_evaluated_after_every_step_is_one_that_never_was(
+def test_a_run_saved_or_evaluated_after_every_step_equals_one_that_never_was(
     tmp_path_factory, size, batch, often
 ):
     rare = "eval" if often == "save" else "save"
-    pace = [f"train.batch={batch}", f"train.steps={STEPS}", f"train.{rare}_every={NEVER}"]
+    settings_of_run = [
+        f"train.batch={batch}",
+        f"train.steps={STEPS}",
+        f"train.{rare}_every={NEVER}",
+    ]
     folder = tmp_path_factory.mktemp("often")
-    looked_at = run(size, loaded_run(folder, *pace, f"train.{often}_every=1"))
-    alone = run(size, loaded_run(folder, *pace, f"train.{often}_every={NEVER}"), saves=False)
-    assert looked_at == alone
+    observed = run(size, loaded_run(folder, *settings_of_run, f"train.{often}_every=1"))
+    undisturbed = run(
+        size, loaded_run(folder, *settings_of_run, f"train.{often}_every={NEVER}"), saves=False
+    )
+    assert observed == undisturbed
 
 
-OWN_MODELS = [
+DIFFERING_REPLICAS = [
     (3, "crossover"),
     (3, "crossover", "strategy.delay=1"),
     (3, "sgp", "strategy.delay=2"),
@@ -134,7 +148,7 @@ OWN_MODELS = [
         "strategy.consensus_limit=1e-5",
     ),
     (3, "sgp", "strategy.delay=2", "strategy.exact_every=4", "strategy.consensus_every=1"),
-    # Shards of fp8 that differ in length.
+    # fp8 shards of different lengths.
     (6, "crossover", "strategy.groups=2", "strategy.delay=1", "strategy.wire=fp8"),
     (
         4,
@@ -149,28 +163,28 @@ OWN_MODELS = [
     (4, "crossover", "strategy.mix=gradients", "strategy.groups=2", "strategy.exact_every=4"),
     (3, "sgp", "optim.kind=lars", "optim.norm_group=3", "optim.norm_group_from_epoch=1"),
 ]
-"""Ranks, and a strategy with which some of them have models of their own."""
+"""Number of ranks, and a strategy under which some of their replicas differ."""
 
 
-@pytest.mark.parametrize("strategy", OWN_MODELS, ids=lambda words: " ".join(map(str, words)))
+@pytest.mark.parametrize("strategy", DIFFERING_REPLICAS, ids=lambda case: " ".join(map(str, case)))
 @pytest.mark.parametrize("cut", [1, 3])
-def test_so_is_one_whose_ranks_have_models_of_their_own(tmp_path, strategy, cut):
+def test_the_same_holds_if_replicas_differ(tmp_path, strategy, cut):
     size, kind, *settings = strategy
     never = [f"train.eval_every={NEVER}", f"train.save_every={NEVER}"]
     # In a pass of 20 samples the last step has 2: some ranks have none.
-    pace = ["train.batch=9", f"strategy.kind={kind}", *settings, "optim.momentum=0.9"]
-    whole = loaded_run(tmp_path, *pace, *never, f"train.steps={STEPS}")
+    settings_of_run = ["train.batch=9", f"strategy.kind={kind}", *settings, "optim.momentum=0.9"]
+    whole = loaded_run(tmp_path, *settings_of_run, *never, f"train.steps={STEPS}")
     undisturbed = run(size, whole, saves=False)
     assert undisturbed[0]["0.weight"] != undisturbed[-1]["0.weight"]
-    run(size, loaded_run(tmp_path, *pace, *never, f"train.steps={cut}"))
+    run(size, loaded_run(tmp_path, *settings_of_run, *never, f"train.steps={cut}"))
     assert run(size, whole, resume=True) == undisturbed
     often = ["train.eval_every=1", "train.save_every=1", f"train.steps={STEPS}", "run.name=often"]
-    assert run(size, loaded_run(tmp_path, *pace, *often)) == undisturbed
+    assert run(size, loaded_run(tmp_path, *settings_of_run, *often)) == undisturbed
 
 
-def test_the_ranks_of_these_runs_do_have_statistics_of_their_own(tmp_path):
-    pace = ["train.batch=9", f"train.steps={STEPS}", f"train.eval_every={NEVER}"]
-    first, *_, last = run(4, loaded_run(tmp_path, *pace))
+def test_the_statistics_of_the_ranks_of_these_runs_do_differ(tmp_path):
+    settings_of_run = ["train.batch=9", f"train.steps={STEPS}", f"train.eval_every={NEVER}"]
+    first, *_, last = run(4, loaded_run(tmp_path, *settings_of_run))
     assert {name for name in first if first[name] != last[name]} == {
         *("1.running_mean", "1.running_var", "1.num_batches_tracked"),
         *("2.mean", "2.rough", "2.seen", "2.odd"),

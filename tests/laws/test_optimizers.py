@@ -1,4 +1,4 @@
-"""What holds of every optimizer and update rule, against torch's own and against plain numbers."""
+"""Laws of every optimizer and update rule, against PyTorch's and against plain arithmetic."""
 
 import copy
 import math
@@ -10,15 +10,26 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stretto.checkpoint.optimizer_state import flatten_optimizer, restore_optimizer_
-from stretto.optim import LAMB, LARS, SGD, Adam, AdamW, Moments, Momentum, Trust, own_norms, split
-from stretto.optim.ratios import lamb_ratio, lars_ratio, scale_layers_
+from stretto.optim import (
+    LAMB,
+    LARS,
+    SGD,
+    Adam,
+    AdamW,
+    Moments,
+    Momentum,
+    TrustRatioOptions,
+    local_norms,
+    split_by_decay,
+)
+from stretto.optim.layer_optimizer import lamb_ratio, lars_ratio, scale_layers_
 from stretto.optim.rules import (
     adam_directions,
     add_scaled_,
-    decayed,
+    add_weight_decay,
+    decoupled_decay_,
     momentum_step_,
-    remember_,
-    shrink_,
+    update_moments_,
 )
 
 SHAPES = [(4, 3), (2, 3, 2), (5,), (), (3, 1)]
@@ -28,8 +39,8 @@ OURS = {
     "sgd outside": lambda p, lr: SGD(p, lr, momentum=Momentum(0.9), weight_decay=0.01),
     "sgd inside": lambda p, lr: SGD(p, lr, momentum=Momentum(0.9, "inside", nesterov=True)),
     "sgd corrected": lambda p, lr: SGD(p, lr, momentum=CORRECTED, weight_decay=0.01),
-    "lars": lambda p, lr: LARS(p, lr, trust=Trust(0.1), weight_decay=0.01),
-    "lars corrected": lambda p, lr: LARS(p, lr, trust=Trust(0.1), momentum=CORRECTED),
+    "lars": lambda p, lr: LARS(p, lr, trust=TrustRatioOptions(0.1), weight_decay=0.01),
+    "lars corrected": lambda p, lr: LARS(p, lr, trust=TrustRatioOptions(0.1), momentum=CORRECTED),
     "lamb": lambda p, lr: LAMB(p, lr, weight_decay=0.01),
     "adam": lambda p, lr: Adam(p, lr, weight_decay=0.01),
     "adamw": lambda p, lr: AdamW(p, lr, weight_decay=0.01),
@@ -67,7 +78,7 @@ def assert_equal(ours, theirs):
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# Against torch's own.
+# --- against PyTorch's own optimizers ---
 
 PEERS = {
     "sgd": (lambda p: SGD(p, 0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -91,12 +102,12 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_an_optimizer_torch_has_too_moves_as_torch_moves(name):
+def test_our_optimizers_equal_those_of_pytorch(name):
     ours, theirs = PEERS[name]
     assert_close(run_(ours(parameters()), SCHEDULE), run_(theirs(parameters()), SCHEDULE))
 
 
-# The two orders of momentum.
+# --- the two orders of momentum ---
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -104,10 +115,12 @@ def test_an_optimizer_torch_has_too_moves_as_torch_moves(name):
 @given(schedule=st.lists(st.floats(1e-4, 10), min_size=1, max_size=8))
 @settings(max_examples=25, deadline=None)
 def test_corrected_momentum_inside_is_momentum_outside(kind, nesterov, schedule):
-    def build(how):
+    def build(momentum):
         if kind == "sgd":
-            return SGD(parameters(), 1.0, momentum=how, weight_decay=0.01)
-        return LARS(parameters(), 1.0, momentum=how, trust=Trust(0.02), weight_decay=0.01)
+            return SGD(parameters(), 1.0, momentum=momentum, weight_decay=0.01)
+        return LARS(
+            parameters(), 1.0, momentum=momentum, trust=TrustRatioOptions(0.02), weight_decay=0.01
+        )
 
     inside = Momentum(0.9, "inside", nesterov, momentum_correction=True)
     outside = Momentum(0.9, "outside", nesterov)
@@ -124,10 +137,10 @@ def test_without_correction_the_orders_differ_once_the_rate_changes():
     assert any(float((a - b).abs().max()) > 0.01 for a, b in zip(inside, outside, strict=True))
 
 
-def after_a_step_at_zero(how):
-    """Step at 0.5, at 0, at 0.25, all with gradient 1, from weight 0."""
+def after_a_step_at_zero(momentum):
+    """Step with rates 0.5, 0 and 0.25, gradient 1, weight 0; return weights and buffers."""
     weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = SGD([weight], 0.5, momentum=how)
+    optimizer = SGD([weight], 0.5, momentum=momentum)
     seen = []
     for lr in (0.5, 0.0, 0.25):
         optimizer.param_groups[0]["lr"] = lr
@@ -137,16 +150,16 @@ def after_a_step_at_zero(how):
     return seen
 
 
-def test_at_a_rate_of_zero_outside_takes_the_gradient_in_and_stays():
+def test_outside_at_a_rate_of_zero_only_the_buffer_changes():
     assert after_a_step_at_zero(Momentum(0.5)) == [(-0.5, 1.0), (-0.5, 1.5), (-0.9375, 1.75)]
 
 
-def test_at_a_rate_of_zero_inside_still_moves_by_what_it_remembers():
+def test_inside_at_a_rate_of_zero_the_weight_still_moves_by_the_buffer():
     seen = after_a_step_at_zero(Momentum(0.5, "inside"))
     assert seen == [(-0.5, 0.5), (-0.75, 0.25), (-1.125, 0.375)]
 
 
-def test_at_a_rate_of_zero_inside_corrected_stays_and_begins_anew():
+def test_inside_corrected_at_a_rate_of_zero_the_buffer_is_reset():
     seen = after_a_step_at_zero(Momentum(0.5, "inside", momentum_correction=True))
     assert seen == [(-0.5, 0.5), (-0.5, 0.0), (-0.75, 0.25)]
 
@@ -157,7 +170,7 @@ def test_rates_of_zero_give_no_nan(name):
     assert all(bool(p.isfinite().all()) for p in moved)
 
 
-# Against plain numbers.
+# --- against plain arithmetic ---
 
 
 def norm(xs):
@@ -165,11 +178,11 @@ def norm(xs):
 
 
 @pytest.mark.parametrize("ratio_decay", ["plain", "peak"])
-def test_lars_makes_the_step_worked_out_by_hand(ratio_decay):
+def test_lars_equals_a_calculation_by_hand(ratio_decay):
     w, v = [3.0, -4.0], [0.0, 0.0]
     bias, bias_v = 2.0, 0.0
     eta, wd, eps, m, peak = 0.1, 0.05, 1e-3, 0.9, 4.0
-    trust = Trust(eta, eps, ratio_decay, peak)
+    trust = TrustRatioOptions(eta, eps, ratio_decay, peak)
     weights = nn.Parameter(torch.tensor([w], dtype=torch.float64))
     offset = nn.Parameter(torch.tensor([bias], dtype=torch.float64))
     groups = [{"params": [weights]}, {"params": [offset], "adapt": False}]
@@ -191,7 +204,7 @@ def test_lars_makes_the_step_worked_out_by_hand(ratio_decay):
 
 
 @pytest.mark.parametrize("limit", [None, 2.0])
-def test_lamb_makes_the_steps_worked_out_by_hand(limit):
+def test_lamb_equals_a_calculation_by_hand(limit):
     w, bias = [3.0, -4.0], 2.0
     first, second = [0.0] * 3, [0.0] * 3
     b1, b2, eps, wd, lr = 0.8, 0.9, 1e-2, 0.05, 0.1
@@ -218,8 +231,10 @@ def test_lamb_makes_the_steps_worked_out_by_hand(limit):
     assert offset.tolist() == pytest.approx([bias], rel=1e-13)
 
 
-@pytest.mark.parametrize("ratio", [lamb_ratio, lambda w, g: lars_ratio(w, g, Trust(), 0.1)])
-def test_a_ratio_is_one_where_a_norm_is_zero_and_not_finite_where_one_is(ratio):
+@pytest.mark.parametrize(
+    "ratio", [lamb_ratio, lambda w, g: lars_ratio(w, g, TrustRatioOptions(), 0.1)]
+)
+def test_a_ratio_is_one_if_a_norm_is_zero_and_not_finite_if_a_norm_is_not(ratio):
     weight_norms = torch.tensor([[0.0, 2.0, 0.0, math.nan]])
     other_norms = torch.tensor([[3.0, 0.0, 0.0, 1.0]])
     assert ratio(weight_norms, other_norms)[0, :3].tolist() == [1.0, 1.0, 1.0]
@@ -246,26 +261,28 @@ def test_a_scheduled_decay_is_applied_once(kind):
     assert weight.tolist() == pytest.approx([shrunk] * 3, rel=1e-14)
 
 
-# Many workers at once.
+# --- many workers at once ---
 
 WORKERS = 3
 
 
 def steps_of(name, weights, memory, grads, lr):
-    """Make one step of stacked workers with the rules alone."""
+    """Make one step of stacked workers with the bare update rules."""
     ones, twos = memory
     if name == "adamw":
-        remember_(ones, twos, grads, Moments())
-        shrink_(weights, lr, 0.01)
+        update_moments_(ones, twos, grads, Moments())
+        decoupled_decay_(weights, lr, 0.01)
         steps = [memory_step(lr)] * len(weights)
         add_scaled_(weights, adam_directions(ones, twos, steps, Moments()), -lr)
         return
-    directions = decayed(grads, weights, 0.01)
+    directions = add_weight_decay(grads, weights, 0.01)
     if name == "lars":
-        weight_norms, grad_norms = own_norms([*weights, *grads]).tensor_split(2, dim=1)
-        scale_layers_(directions, lars_ratio(weight_norms, grad_norms, Trust(0.1), 0.01))
-    how = Momentum(0.9, "inside") if name == "lars" else Momentum(0.9)
-    momentum_step_(weights, ones, directions, lr, how)
+        weight_norms, grad_norms = local_norms([*weights, *grads]).tensor_split(2, dim=1)
+        scale_layers_(
+            directions, lars_ratio(weight_norms, grad_norms, TrustRatioOptions(0.1), 0.01)
+        )
+    momentum = Momentum(0.9, "inside") if name == "lars" else Momentum(0.9)
+    momentum_step_(weights, ones, directions, lr, momentum)
 
 
 def memory_step(lr):
@@ -273,30 +290,30 @@ def memory_step(lr):
 
 
 @pytest.mark.parametrize("name", ["sgd outside", "lars", "adamw"])
-def test_stacked_workers_move_as_each_would_alone(name):
-    schedule = SCHEDULE[:4]  # no rate twice: it tells the step
-    alone = [parameters(seed) for seed in range(WORKERS)]
-    weights = [torch.stack([p.detach() for p in layer]) for layer in zip(*alone, strict=True)]
+def test_stacked_workers_step_as_separate_ones_do(name):
+    schedule = SCHEDULE[:4]  # no rate twice, since the step is looked up by its rate
+    separate = [parameters(seed) for seed in range(WORKERS)]
+    weights = [torch.stack([p.detach() for p in layer]) for layer in zip(*separate, strict=True)]
     memory = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
     for step, lr in enumerate(schedule):
-        grads = [torch.stack([g] * WORKERS) for g in gradients(step, alone[0])]
+        grads = [torch.stack([g] * WORKERS) for g in gradients(step, separate[0])]
         steps_of(name, weights, memory, grads, lr)
-    for worker, own in enumerate(alone):
+    for worker, own in enumerate(separate):
         assert_close([w[worker] for w in weights], run_(OURS[name](own, 0.1), schedule))
 
 
 def test_norms_of_stacked_layers_are_those_of_each_worker():
     layers = [torch.randn(WORKERS, *shape) for shape in SHAPES]
-    apart = [own_norms([layer[w : w + 1] for layer in layers]) for w in range(WORKERS)]
-    torch.testing.assert_close(own_norms(layers), torch.cat(apart))
-    assert own_norms(layers).shape == (WORKERS, len(SHAPES))
+    separate = [local_norms([layer[w : w + 1] for layer in layers]) for w in range(WORKERS)]
+    torch.testing.assert_close(local_norms(layers), torch.cat(separate))
+    assert local_norms(layers).shape == (WORKERS, len(SHAPES))
 
 
-# Steps in parts, types, memory.
+# --- steps in parts, types, saved state ---
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_stepping_in_parts_is_stepping_at_once(name):
+def test_stepping_in_parts_equals_stepping_at_once(name):
     whole, parts = parameters(), parameters()
     expected = run_(OURS[name](whole, 0.1), SCHEDULE)
     optimizer = OURS[name](parts, 0.1)
@@ -312,7 +329,7 @@ def test_stepping_in_parts_is_stepping_at_once(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_parameter_without_a_gradient_and_gradients_themselves_stay(name):
+def test_gradients_and_parameters_without_one_are_not_changed(name):
     held = parameters()
     before = [p.detach().clone() for p in held]
     optimizer = OURS[name](held, 0.1)
@@ -331,7 +348,7 @@ def test_16_bit_parameters_are_the_rounded_ones_of_an_fp32_run(name, dtype):
     narrow = parameters(dtype=dtype)
     wide = [nn.Parameter(p.detach().float()) for p in narrow]
     small, large = OURS[name](narrow, 0.1), OURS[name](wide, 0.1)
-    for step, lr in enumerate([1e-3] * 6):  # smaller than 16 bits can add, one by one
+    for step, lr in enumerate([1e-3] * 6):  # a single step is below the resolution of 16 bits
         for optimizer in (small, large):
             optimizer.param_groups[0]["lr"] = lr
         for p, q, g in zip(narrow, wide, gradients(step, narrow), strict=True):
@@ -342,7 +359,7 @@ def test_16_bit_parameters_are_the_rounded_ones_of_an_fp32_run(name, dtype):
     assert_equal([p.detach() for p in narrow], [q.detach().to(dtype) for q in wide])
 
 
-def test_what_others_do_to_a_16_bit_parameter_reaches_its_master():
+def test_a_change_of_a_16_bit_parameter_from_outside_reaches_its_master():
     weight = nn.Parameter(torch.full((4,), 3.0, dtype=torch.bfloat16))
     optimizer = SGD([weight], 1e-4)
     for expected in (3.0 - 1e-4, 7.0 - 2e-4):
@@ -353,27 +370,27 @@ def test_what_others_do_to_a_16_bit_parameter_reaches_its_master():
             weight.fill_(7.0)
 
 
-def saved_by_stretto(ours, fresh, held, own):
+def saved_by_stretto(ours, restored, held, own):
     tensors, facts = flatten_optimizer(ours, {str(i): p for i, p in enumerate(held)})
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    restore_optimizer_(fresh, {str(i): p for i, p in enumerate(own)}, tensors, facts)
+    restore_optimizer_(restored, {str(i): p for i, p in enumerate(own)}, tensors, facts)
 
 
-def saved_by_torch(ours, fresh, _held, _own):
-    fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
+def saved_by_torch(ours, restored, _held, _own):
+    restored.load_state_dict(copy.deepcopy(ours.state_dict()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("save", [saved_by_stretto, saved_by_torch])
 @pytest.mark.parametrize("name", OURS)
-def test_going_on_from_saved_memory_is_never_having_stopped(name, save, dtype):
+def test_resuming_from_saved_state_equals_an_uninterrupted_run(name, save, dtype):
     held = parameters(dtype=dtype)
     ours = OURS[name](held, 0.1)
     run_(ours, SCHEDULE[:3])
     own = [nn.Parameter(p.detach().clone()) for p in held]
-    fresh = OURS[name](own, 0.1)
-    save(ours, fresh, held, own)
-    assert_equal(run_(fresh, SCHEDULE[3:], first=3), run_(ours, SCHEDULE[3:], first=3))
+    restored = OURS[name](own, 0.1)
+    save(ours, restored, held, own)
+    assert_equal(run_(restored, SCHEDULE[3:], first=3), run_(ours, SCHEDULE[3:], first=3))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -412,21 +429,23 @@ def test_a_scheduler_of_torch_sets_the_rate(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_a_step_needs_no_contents_so_its_memory_can_be_counted(name):
+def test_a_step_works_on_meta_tensors_so_its_memory_can_be_counted(name):
     held = [nn.Parameter(torch.empty(shape, device="meta")) for shape in SHAPES]
     for p in held:
         p.grad = torch.empty_like(p)
     OURS[name](held, 0.1).step()
 
 
-# Against other libraries, where they are installed.
+# --- against other libraries, where they are installed ---
 
 
 def test_lars_with_the_rate_outside_is_that_of_timm():
     timm = pytest.importorskip("timm.optim", reason="timm is not installed")
     ours, theirs = parameters(shapes=SHAPES[:2]), parameters(shapes=SHAPES[:2])
-    outside = LARS(ours, 0.1, momentum=Momentum(0.9), trust=Trust(0.02), weight_decay=0.01)
-    # Difference: theirs leaves out the ratio, too, where a group does not decay.
+    outside = LARS(
+        ours, 0.1, momentum=Momentum(0.9), trust=TrustRatioOptions(0.02), weight_decay=0.01
+    )
+    # Difference: timm also leaves out the ratio of groups without decay.
     peer = timm.Lars(theirs, lr=0.1, momentum=0.9, weight_decay=0.01, trust_coeff=0.02)
     assert_close(run_(outside, SCHEDULE), run_(peer, SCHEDULE))
 
@@ -434,16 +453,18 @@ def test_lars_with_the_rate_outside_is_that_of_timm():
 def test_lars_with_the_rate_outside_is_that_of_torch_optimizer():
     peers = pytest.importorskip("torch_optimizer", reason="torch_optimizer is not installed")
     ours, theirs = parameters(shapes=SHAPES[:2]), parameters(shapes=SHAPES[:2])
-    outside = LARS(ours, 0.1, momentum=Momentum(0.9), trust=Trust(0.02), weight_decay=0.01)
-    # Differences: theirs leaves out the ratio, too, where a group does not decay; where a norm is 0
-    # it leaves out the decay; and it asks the host for every norm.
+    outside = LARS(
+        ours, 0.1, momentum=Momentum(0.9), trust=TrustRatioOptions(0.02), weight_decay=0.01
+    )
+    # Differences: theirs also leaves out the ratio of groups without decay, leaves out the decay
+    # if a norm is 0, and waits for every norm on the host.
     peer = peers.LARS(theirs, lr=0.1, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02)
     assert_close(run_(outside, SCHEDULE), run_(peer, SCHEDULE))
 
 
 def test_the_default_groups_change_what_decays():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    optimizer = SGD(split(model.parameters(), model), 0.5, weight_decay=0.5)
+    optimizer = SGD(split_by_decay(model.parameters(), model), 0.5, weight_decay=0.5)
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

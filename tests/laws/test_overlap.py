@@ -1,4 +1,4 @@
-"""Communication goes on beside backward: shown with sleeps for compute and for the link."""
+"""Communication overlaps with backward: sleeps stand for compute and for the link."""
 
 import time
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.emulated import EmulatedLink
-from stretto.comm.local import run_local
-from stretto.strategy import AllReduceConfig, build_strategy
+from stretto.comm.local_transports import EmulatedLink, run_threads
+from stretto.strategies import AllReduceConfig, build_strategy
 
 pytestmark = pytest.mark.timed
 
 FORWARD_S, BACKWARD_S = 0.02, 0.05
 LAYERS, WIDTH = 6, 64
+LR = 0.01
 LAYER_BYTES = WIDTH * WIDTH * 4
 
 
@@ -41,26 +41,49 @@ class Layer(nn.Module):
 
 
 def step_s(algorithm: str, bytes_per_s: float) -> float:
-    """Return the time of one step on two ranks, a bucket per layer, the slower rank's."""
+    """Return the time of a step of the slower of two ranks, with a bucket for each layer.
 
-    def work(channel):
-        link = EmulatedLink(channel, latency_s=0.0, bytes_per_s=bytes_per_s)
-        strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=LAYER_BYTES), link)
+    Each update must be made with sums over both ranks: incomplete buckets would be quick, too.
+    """
+
+    def work(transport):
+        link = EmulatedLink(transport, latency_s=0.0, bytes_per_s=bytes_per_s)
+        strategy = build_strategy(
+            AllReduceConfig(algorithm=algorithm, bucket_bytes=LAYER_BYTES), link
+        )
+        torch.manual_seed(0)
         model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
-        model, optimizer = strategy.attach(model, lambda p: torch.optim.SGD(p, lr=0.01))
+        model, optimizer = strategy.attach(model, lambda p: torch.optim.SGD(p, lr=LR))
         times = []
         for step in range(3):
+            expected = updated_weights(model)
             start_s = time.perf_counter()
-            strategy.begin(step, 0, True, 0.01)
-            model(torch.ones(1, WIDTH)).sum().backward()
+            strategy.begin(step, 0, True, LR)
+            model(inputs_of(transport.rank)).sum().backward()
             strategy.after_backward()
             times.append(time.perf_counter() - start_s)
             optimizer.step()
             optimizer.zero_grad()
+            for layer, weight in zip(model, expected, strict=True):
+                torch.testing.assert_close(layer.linear.weight.detach(), weight)
         strategy.close()
         return min(times[1:])
 
-    return max(run_local(2, work))
+    return max(run_threads(2, work))
+
+
+def inputs_of(rank):
+    return torch.linspace(-1, 1 + rank, WIDTH).unsqueeze(0)
+
+
+def updated_weights(model):
+    """Return the weights after a step of one process that has the inputs of both ranks."""
+    weights = [layer.linear.weight.detach().clone().requires_grad_() for layer in model]
+    values = torch.cat([inputs_of(rank) for rank in range(2)])
+    for weight in weights:
+        values = values @ weight.T
+    values.sum().backward()
+    return [(weight - LR * weight.grad).detach() for weight in weights]
 
 
 @pytest.mark.parametrize(
@@ -71,10 +94,10 @@ def test_a_step_is_forward_plus_the_longer_of_backward_and_communication_plus_on
     algorithm, comm_share
 ):
     bucket_s = BACKWARD_S * comm_share
-    # Two ranks: each of these carries 2 (n-1)/n = 1 times the bucket over each link.
+    # On two ranks, each algorithm sends 2 (n-1)/n = 1 times the bucket over each link.
     measured_s = step_s(algorithm, bytes_per_s=LAYER_BYTES / bucket_s)
     forward_s, backward_s, comm_s = (LAYERS * s for s in (FORWARD_S, BACKWARD_S, bucket_s))
-    # The first bucket cannot leave before the last layer's backward, the last one not before all.
+    # The first bucket waits for the backward of the last layer, the last bucket for all of it.
     one_bucket_s = max(bucket_s, BACKWARD_S)
     allowed_s = (forward_s + max(backward_s, comm_s) + one_bucket_s) * 1.1
     assert measured_s <= allowed_s

@@ -1,4 +1,4 @@
-"""Any valid plan computes what one rank computes: whatever is cut up, and whenever it travels."""
+"""Training with any valid plan equals training on one rank."""
 
 import copy
 from functools import cache, partial
@@ -9,26 +9,25 @@ from torch import nn
 
 from stretto.checkpoint import flatten_optimizer, restore_optimizer_
 from stretto.cluster.world import Mesh
-from stretto.comm.local import run_local
-from stretto.comm.recording import RecordingChannel
-from stretto.comm.small import add_up_
+from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.transport import all_reduce_small_
 from stretto.errors import StrettoError
-from stretto.model import GPTConfig, build_model
-from stretto.model.loss import per_sample_loss
+from stretto.models import GPTConfig, build_model, per_sample_loss
 from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
-from stretto.plan.memory import Widths, holding, logical_curve, worst_curve
-from stretto.plan.presets import PRESETS
-from stretto.strategy import AllReduceConfig
-from stretto.strategy.distribute import clip_norm_, distribute, settle
-from stretto.strategy.sharded.config import ShardedConfig
-from stretto.strategy.sharded.strategy import Sharded
+from stretto.planner.memory import compute_unit_memory, worst_case_curve, zero_latency_curve
+from stretto.planner.plan import ElementBytes
+from stretto.planner.presets import PLAN_PRESETS
+from stretto.strategies import AllReduceConfig
+from stretto.strategies.distribute import clip_norm_, consolidate, distribute
+from stretto.strategies.sharded.config import ShardedConfig
+from stretto.strategies.sharded.sharded import Sharded
 
 STEPS = 3
 BATCH = 12
 
 
 class UNet(nn.Module):
-    """Down, across, up, with skips from each level down to the one up."""
+    """A U-Net: levels down and up with skip connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, blocks with shortcuts, a head; norms that see each sample by itself."""
+    """A stem, blocks with shortcuts and a head; group norms treat each sample separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class ResNet(nn.Module):
 
 
 class Odd(nn.Module):
-    """A frozen layer, a layer used twice, a parameter nobody uses, one that few samples use."""
+    """A frozen layer, a direct parameter, an unused parameter, and a layer that few samples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +129,7 @@ def loss_of(model, inputs, targets):
 
 @cache
 def reference(name, optim, clip=None):
-    """Return the losses and parameters of one rank that does it all."""
+    """Return the losses and parameters of training on one rank."""
     model = copy.deepcopy(initial(name))
     optimizer = make_optimizer(OPTIMIZERS[optim], model)(model.parameters())
     losses = []
@@ -145,39 +144,43 @@ def reference(name, optim, clip=None):
     return losses, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def run_plan(channel, name, optim, config, micros=1, clip=None, device="cpu"):
-    """Train as the loop does; return this rank's shares of the losses, and whole parameters."""
-    strategy = Sharded(config, channel)
+def run_plan(transport, name, optim, config, micros=1, clip=None, device="cpu"):
+    """Train as the training loop does; return this rank's part of the losses, whole parameters."""
+    strategy = Sharded(config, transport)
     strategy.reads_gradients = clip is not None
     model = copy.deepcopy(initial(name)).to(device)
     model, optimizer = strategy.attach(model, make_optimizer(OPTIMIZERS[optim], model))
     losses = []
     for step, (inputs, targets) in enumerate(zip(*samples(name, device), strict=True)):
-        mine = slice(
-            channel.rank * BATCH // channel.size, (channel.rank + 1) * BATCH // channel.size
+        own_samples = slice(
+            transport.rank * BATCH // transport.size, (transport.rank + 1) * BATCH // transport.size
         )
-        pieces = list(
-            zip(inputs[mine].tensor_split(micros), targets[mine].tensor_split(micros), strict=True)
+        micro_batches = list(
+            zip(
+                inputs[own_samples].tensor_split(micros),
+                targets[own_samples].tensor_split(micros),
+                strict=True,
+            )
         )
         total = 0.0
-        for micro, (some, answers) in enumerate(pieces):
+        for micro, (some, answers) in enumerate(micro_batches):
             strategy.begin(step, micro, micro == micros - 1, 0.0)
             if len(some):
                 loss = loss_of(model, some, answers) / BATCH
                 total += float(loss.detach())
                 loss.backward()
-        agreed = strategy.after_backward()
+        step_gradients = strategy.after_backward()
         if clip:
-            agreed.clip_(clip)
-        if not agreed.done:
+            step_gradients.clip_(clip)
+        if not step_gradients.is_applied:
             optimizer.step()
         strategy.after_update()
-        # As the loop does when it logs: a sum of its own beside whatever is still under way.
+        # The training loop also all-reduces when it logs, while other messages are in progress.
         ranks = torch.ones(1, dtype=torch.float64)
-        add_up_(ranks, channel)
-        assert float(ranks) == channel.size
+        all_reduce_small_(ranks, transport)
+        assert float(ranks) == transport.size
         losses.append(total)
-    strategy.settle()
+    strategy.consolidate()
     parameters = {n: p.detach().to("cpu", copy=True) for n, p in model.named_parameters()}
     strategy.close()
     return losses, parameters
@@ -187,18 +190,18 @@ def compare(results, expected):
     losses, parameters = expected
     summed = [sum(step) for step in zip(*(r[0] for r in results), strict=True)]
     assert summed == pytest.approx(losses, abs=1e-10)
-    for _, mine in results:
+    for _, trained in results:
         for name, value in parameters.items():
-            torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-10, msg=name)
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("plan", PRESETS)
+@pytest.mark.parametrize("plan", PLAN_PRESETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_preset_trains_as_one_rank(name, plan, ranks):
     config = ShardedConfig(plan=plan, unit=0)
     expected = reference(name, "sgd")  # first: threads share the generator
-    results = run_local(ranks, lambda channel: run_plan(channel, name, "sgd", config))
+    results = run_threads(ranks, lambda transport: run_plan(transport, name, "sgd", config))
     compare(results, expected)
 
 
@@ -209,79 +212,83 @@ def test_a_random_plan_trains_as_one_rank(seed):
     config = ShardedConfig(plan=f"random {seed}", unit=0)
     micros, ranks = 1 + seed % 3, 1 + seed % 4
     expected = reference(name, optim)
-    results = run_local(ranks, lambda channel: run_plan(channel, name, optim, config, micros))
+    results = run_threads(ranks, lambda transport: run_plan(transport, name, optim, config, micros))
     compare(results, expected)
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("plan", ["zero1", "zero2", "zero3"])
-def test_units_shared_out_in_each_host_train_as_one_rank(plan, optim):
+def test_units_sharded_inside_hosts_train_as_one_rank(plan, optim):
     expected = reference("gpt", optim)
     config = ShardedConfig(plan=plan, unit=0, in_host=True)
-    results = run_local(Mesh((2, 2)), lambda channel: run_plan(channel, "gpt", optim, config))
+    results = run_threads(Mesh((2, 2)), lambda transport: run_plan(transport, "gpt", optim, config))
     compare(results, expected)
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("plan", ["zero2", "random 3"])
-def test_gradients_that_somebody_reads_are_clipped_as_on_one_rank(plan, optim):
+def test_gradients_are_clipped_as_on_one_rank(plan, optim):
     expected = reference("odd", optim, clip=0.05)
     config = ShardedConfig(plan=plan, unit=0)
-    results = run_local(3, lambda channel: run_plan(channel, "odd", optim, config, 2, clip=0.05))
+    results = run_threads(
+        3, lambda transport: run_plan(transport, "odd", optim, config, 2, clip=0.05)
+    )
     compare(results, expected)
 
 
 def holdings_of(strategy, state):
-    """Return what the plan says that this rank keeps for each unit."""
-    widths = Widths(parameter=8, gradient=8, kept=8, state=state)
+    """Return the predicted memory of this rank for each unit."""
+    element_bytes = ElementBytes(parameter=8, gradient=8, kept=8, state=state)
     return [
-        holding(planned, held.storage.layout, widths, held.storage.rank, strategy.plan.barrier)
-        for planned, held in zip(strategy.plan.units, strategy._cut.units, strict=True)
+        compute_unit_memory(
+            planned, held.storage.layout, element_bytes, held.storage.rank, strategy.plan.barrier
+        )
+        for planned, held in zip(strategy.plan.units, strategy.inspect().units, strict=True)
     ]
 
 
 def peaks_of(config, *, inline, reads):
-    """Train a GPT on 3 ranks; return the ledger's peaks of steady steps, and what was predicted."""
+    """Train a GPT on 3 ranks; return the measured peaks of a steady cycle and both predictions."""
 
-    def work(channel):
-        strategy = Sharded(config, RecordingChannel(channel))
+    def work(transport):
+        strategy = Sharded(config, RecordingTransport(transport))
         strategy.inline, strategy.reads_gradients = inline, reads
         model = copy.deepcopy(initial("gpt"))
         model, optimizer = strategy.attach(model, make_optimizer(OPTIMIZERS["sgd"], model))
         inputs, targets = samples("gpt")
         for step in range(4):
             if step == 3:
-                strategy.ledger.forget()
+                strategy.memory_tracker.reset_peaks()
             strategy.begin(step, 0, True, 0.0)
             loss_of(model, inputs[0], targets[0]).backward()
-            if not strategy.after_backward().done:
+            if not strategy.after_backward().is_applied:
                 optimizer.step()
             strategy.after_update()
-        # The cycle that began with the last backward ends with a forward.
+        # A cycle starts with backward and ends with the forward of the next step.
         strategy.begin(4, 0, True, 0.0)
         loss_of(model, inputs[0], targets[0])
-        peaks = list(strategy.ledger.peaks)
+        peaks = list(strategy.memory_tracker.peaks)
         held = holdings_of(strategy, state=8)
-        predicted = logical_curve(strategy.plan, held), worst_curve(strategy.plan, held)
+        predicted = zero_latency_curve(strategy.plan, held), worst_case_curve(strategy.plan, held)
         strategy.close()
         return peaks, *predicted
 
-    return run_local(3, work)
+    return run_threads(3, work)
 
 
-PLANS = [*PRESETS, *(f"random {seed}" for seed in range(8))]
+PLANS = [*PLAN_PRESETS, *(f"random {seed}" for seed in range(8))]
 
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_ledger_is_what_was_predicted_when_messages_take_no_time(plan, reads):
+def test_the_memory_tracker_equals_the_prediction_if_messages_take_no_time(plan, reads):
     initial("gpt")
     for peaks, logical, _ in peaks_of(ShardedConfig(plan=plan, unit=0), inline=True, reads=reads):
         assert peaks == logical
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_ledger_is_never_above_the_worst_that_was_predicted(plan):
+def test_the_memory_tracker_never_exceeds_the_predicted_worst_case(plan):
     initial("gpt")
     for peaks, _, worst in peaks_of(ShardedConfig(plan=plan, unit=0), inline=False, reads=False):
         assert all(peak <= most for peak, most in zip(peaks, worst, strict=True))
@@ -290,18 +297,20 @@ def test_the_ledger_is_never_above_the_worst_that_was_predicted(plan):
 KEPT = ["ddp", "zero1", "zero2", "zero3"]
 
 
-def two_steps_and_one(channel, plan, saved=None):
-    """Train two steps, or take up what was saved; return the state, and the next step's loss."""
-    strategy = Sharded(ShardedConfig(plan=plan, unit=0), channel)
+def two_steps_and_one(transport, plan, saved=None):
+    """Train two steps, or restore ``saved``; return the state, and the loss of the next step."""
+    strategy = Sharded(ShardedConfig(plan=plan, unit=0), transport)
     model = copy.deepcopy(initial("unet"))
     model, _ = strategy.attach(model, make_optimizer(OPTIMIZERS["adamw"], model))
     named = dict(model.named_parameters())
     inputs, targets = samples("unet")
-    mine = slice(channel.rank * BATCH // channel.size, (channel.rank + 1) * BATCH // channel.size)
+    own_samples = slice(
+        transport.rank * BATCH // transport.size, (transport.rank + 1) * BATCH // transport.size
+    )
 
     def step(index):
         strategy.begin(index, 0, True, 0.0)
-        loss = loss_of(model, inputs[index][mine], targets[index][mine]) / BATCH
+        loss = loss_of(model, inputs[index][own_samples], targets[index][own_samples]) / BATCH
         loss.backward()
         strategy.after_backward()
         strategy.after_update()
@@ -310,15 +319,15 @@ def two_steps_and_one(channel, plan, saved=None):
     if saved is None:
         step(0)
         step(1)
-        strategy.settle()
-        tensors, facts = flatten_optimizer(strategy.whole_optimizer(), named)
+        strategy.consolidate()
+        tensors, facts = flatten_optimizer(strategy.full_optimizer_state(), named)
         state = {n: t.clone() for n, t in model.state_dict().items()}, tensors, facts
     else:
         state = saved
         model.load_state_dict(saved[0])
-        whole = strategy.whole_optimizer()
+        whole = strategy.full_optimizer_state()
         restore_optimizer_(whole, named, saved[1], saved[2])
-        strategy.take_optimizer(whole)
+        strategy.load_full_optimizer_state(whole)
     loss = step(2)
     strategy.close()
     return state, loss
@@ -326,13 +335,13 @@ def two_steps_and_one(channel, plan, saved=None):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("plan", KEPT)
-def test_what_one_plan_saves_another_takes_up_at_any_number_of_ranks(plan, ranks):
+def test_another_plan_resumes_a_saved_state_at_any_number_of_ranks(plan, ranks):
     initial("unet")
-    first = run_local(ranks, lambda channel: two_steps_and_one(channel, plan))
+    first = run_threads(ranks, lambda transport: two_steps_and_one(transport, plan))
     saved, expected = first[0][0], sum(loss for _, loss in first)
     for index, other in enumerate(KEPT):
         size = 1 + (ranks + index) % 4
-        after = run_local(size, partial(two_steps_and_one, plan=other, saved=saved))
+        after = run_threads(size, partial(two_steps_and_one, plan=other, saved=saved))
         assert sum(loss for _, loss in after) == pytest.approx(expected, abs=1e-12)
 
 
@@ -340,22 +349,22 @@ def test_what_one_plan_saves_another_takes_up_at_any_number_of_ranks(plan, ranks
 def test_in_an_ordinary_loop_gradients_are_clipped_as_on_one_rank(config):
     expected = reference("unet", "sgd", clip=0.05)
 
-    def work(channel):
+    def work(transport):
         model = copy.deepcopy(initial("unet"))
         making = make_optimizer(OPTIMIZERS["sgd"], model)
-        model, optimizer = distribute(model, making, config, channel=channel)
-        mine = slice(0, 5) if channel.rank == 0 else slice(5, BATCH)
+        model, optimizer = distribute(model, making, config, transport=transport)
+        own_samples = slice(0, 5) if transport.rank == 0 else slice(5, BATCH)
         for inputs, targets in zip(*samples("unet"), strict=True):
             with pytest.raises(StrettoError, match="between the step's last backward"):
                 clip_norm_(model, 0.05)
-            per_sample_loss(model(inputs[mine]), targets[mine]).mean().backward()
+            per_sample_loss(model(inputs[own_samples]), targets[own_samples]).mean().backward()
             assert clip_norm_(model, 0.05) > 0.05
             optimizer.step()
             optimizer.zero_grad()
-        settle(model)
+        consolidate(model)
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
-    for parameters in run_local(2, work):
+    for parameters in run_threads(2, work):
         for name, value in expected[1].items():
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-10, msg=name)
 
@@ -367,23 +376,23 @@ def test_in_an_ordinary_loop_it_trains_as_one_rank(plan, compiled):
     """Batches of unequal size, evaluation between steps; units compiled by the framework."""
     expected = reference("gpt", "adamw")
 
-    def work(channel):
+    def work(transport):
         model = copy.deepcopy(initial("gpt"))
         making = make_optimizer(OPTIMIZERS["adamw"], model)
         config = ShardedConfig(plan=plan, unit=0)
-        model, optimizer = distribute(model, making, config, channel=channel)
+        model, optimizer = distribute(model, making, config, transport=transport)
         for block in model.blocks if compiled else ():
             block.compile(backend="aot_eager")
-        mine = slice(0, 3) if channel.rank == 0 else slice(3, BATCH)
+        own_samples = slice(0, 3) if transport.rank == 0 else slice(3, BATCH)
         for inputs, targets in zip(*samples("gpt"), strict=True):
-            per_sample_loss(model(inputs[mine]), targets[mine]).mean().backward()
+            per_sample_loss(model(inputs[own_samples]), targets[own_samples]).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            settle(model)
+            consolidate(model)
             with torch.no_grad():
                 model(inputs)
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
-    for parameters in run_local(2, work):
+    for parameters in run_threads(2, work):
         for name, value in expected[1].items():
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-10, msg=name)

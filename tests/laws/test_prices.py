@@ -1,21 +1,29 @@
-"""What holds of every price: symmetry, repetition and formulas change nothing but the effort."""
+"""Laws of every predicted time: shortcuts by symmetry, repetition and formulas are exact."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.schedule import Action
+from stretto.collectives.algorithms import ALLREDUCE
+from stretto.collectives.schedule import Action
 from stretto.errors import StrettoError
-from stretto.sim import Cluster, Cpu, Transport, closed_form, predict, price, serial_steps
-from stretto.sim.alike import on_hosts
-from stretto.sim.bound import LeastPrice, least_in_parts
-from stretto.sim.charge import charge
-from stretto.sim.closed import FORMULAS
-from stretto.sim.engine import run_columns, run_single
-from stretto.sim.outline import outline
+from stretto.simulator import (
+    Cluster,
+    Cpu,
+    LinkCosts,
+    closed_form,
+    predict_timelines,
+    price,
+    serial_steps,
+)
+from stretto.simulator.closed_forms import FORMULAS
+from stretto.simulator.engine import run_task_by_task, run_vectorized
+from stretto.simulator.expanded_schedule import expand, host_symmetry
+from stretto.simulator.price_cache import PriceLowerBound, lower_bound_in_parts
+from stretto.simulator.resource_costs import cost_resources
 from stretto.telemetry.timeline import busy_s
 
 TIGHT = 1e-9
@@ -31,36 +39,36 @@ COSTLY = Cpu(
 
 
 KERNELS = [{}, {"buffered_bytes": 3e5, "queued_bytes": 2e4}]
-"""What the kernel does to messages between hosts: nothing, or as it is in a box."""
+"""Buffering of messages between hosts by the kernel: none, or as measured in a lab."""
 
 
 def cluster(shape, cpu=COSTLY, kernel=KERNELS[0], **more):
     return Cluster(
         ranks_per_host=shape,
-        between=Transport(latency_s=1e-4, bytes_per_s=1e8, **kernel),
-        inside=Transport(latency_s=1e-5, bytes_per_s=1e9),
+        between=LinkCosts(latency_s=1e-4, bytes_per_s=1e8, **kernel),
+        inside=LinkCosts(latency_s=1e-5, bytes_per_s=1e9),
         cpu=cpu,
         **more,
     )
 
 
 def free(shape):
-    """A cluster in which only what the papers count costs anything."""
+    """Return a cluster in which only the costs of the papers' formulas are not zero."""
     return cluster(shape, Cpu(cores=64, s_per_byte_added=1e-9))
 
 
 @pytest.mark.parametrize(("pool", "kernel"), [*zip(["host", "shared"], KERNELS, strict=True)])
 @pytest.mark.parametrize("shape", EVEN)
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool, kernel):
+def test_a_price_by_representatives_equals_the_price_of_all_ranks(name, shape, pool, kernel):
     where = cluster(shape, COSTLY.model_copy(update={"pool": pool}), kernel)
     for parts in (1, 3):
         schedule = ALLREDUCE[name](where.mesh, parts)
-        if schedule.period is None and schedule.turn is None:
+        if schedule.period is None and schedule.rotation_block is None:
             continue
         for num_bytes in (40, 4_000_000):  # fewer elements than chunks, and many more
             by_some = price(schedule, num_bytes, where)
-            by_all = price(replace(schedule, period=None, turn=None), num_bytes, where)
+            by_all = price(replace(schedule, period=None, rotation_block=None), num_bytes, where)
             assert by_some.seconds == pytest.approx(by_all.seconds, rel=TIGHT)
             assert by_some.bytes_per_link == pytest.approx(by_all.bytes_per_link, rel=TIGHT)
             assert by_some.core_s == pytest.approx(by_all.core_s, rel=TIGHT)
@@ -77,30 +85,30 @@ def test_a_price_by_representatives_is_the_price_of_all(name, shape, pool, kerne
         ("torus", (1,) * 401),
     ],
 )
-def test_rounds_left_out_cost_what_they_cost(name, shape, pool):
+def test_skipped_repetitions_of_rounds_do_not_change_the_price(name, shape, pool):
     where = cluster(shape, COSTLY.model_copy(update={"pool": pool}))
     schedule = ALLREDUCE[name](where.mesh, 1)
-    whole = charge(outline(schedule, on_hosts(schedule, where.mesh)), 10**8, where)
-    expected = run_single(whole.tasks).seconds
+    whole = cost_resources(expand(schedule, host_symmetry(schedule, where.mesh)), 10**8, where)
+    expected = run_task_by_task(whole.tasks).seconds
     assert price(schedule, 10**8, where).seconds == pytest.approx(expected, rel=TIGHT)
 
 
 @pytest.mark.parametrize(("pool", "kernel"), [*zip(["host", "shared"], KERNELS, strict=True)])
 @pytest.mark.parametrize("shape", [(1,) * 7, (4,), (3, 3, 3), (2,) * 4, (3, 1, 4)])
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool, kernel):
+def test_no_price_is_below_its_lower_bound(name, shape, pool, kernel):
     cpu = COSTLY.model_copy(update={"pool": pool})
     where = cluster(shape, cpu, kernel, native_latency_s=1e-3)
     for num_bytes in (40, 4_000, 4_000_000):
         for parts in (1, 3):
             schedule = ALLREDUCE[name](where.mesh, parts)
             priced = price(schedule, num_bytes, where)
-            alone_s = LeastPrice(schedule, where).seconds(num_bytes)
-            assert 0 < alone_s <= priced.seconds * (1 + TIGHT)
+            bound_s = PriceLowerBound(schedule, where).seconds(num_bytes)
+            assert 0 < bound_s <= priced.seconds * (1 + TIGHT)
             if parts == 1:
                 whole = priced
             elif num_bytes >= 4 * schedule.num_chunks and not schedule.native:
-                assert least_in_parts(whole, parts, where) <= priced.seconds * (1 + TIGHT)
+                assert lower_bound_in_parts(whole, parts, where) <= priced.seconds * (1 + TIGHT)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -109,23 +117,37 @@ def test_no_price_is_below_the_least_that_is_said_of_it(name, shape, pool, kerne
 def test_both_loops_of_the_engine_agree(name, shape, kernel):
     where = cluster(shape, kernel=kernel)
     schedule = ALLREDUCE[name](where.mesh, 2)
-    tasks = charge(outline(schedule), 1_000_003, where).tasks
-    one, other = run_single(tasks), run_columns(tasks)
+    tasks = cost_resources(expand(schedule), 1_000_003, where).tasks
+    one, other = run_task_by_task(tasks), run_vectorized(tasks)
     np.testing.assert_allclose(one.end_s, other.end_s, rtol=TIGHT)
     np.testing.assert_allclose(one.start_s, other.start_s, rtol=TIGHT)
 
 
-@pytest.mark.parametrize("shape", [*((1,) * n for n in range(1, 17)), (2, 2), (4, 4, 4), (3,) * 5])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_price_is_what_the_formula_says(name, shape):
+FORMULA_BYTES = 720_720 * 4
+FORMULA_SHAPES = [*((1,) * n for n in range(1, 17)), (2, 2), (4, 4, 4), (3,) * 5]
+FORMULA_CASES = [
+    (name, shape)
+    for name in FORMULAS
+    for shape in FORMULA_SHAPES
+    if closed_form(name, FORMULA_BYTES, free(shape)) is not None
+]
+
+
+def test_every_formula_has_cases():
+    counts = Counter(name for name, _ in FORMULA_CASES)
+    assert counts.keys() == FORMULAS.keys()
+    assert min(counts.values()) >= 3
+    assert len(FORMULA_CASES) >= 150
+
+
+@pytest.mark.parametrize(("name", "shape"), FORMULA_CASES)
+def test_a_price_equals_the_formula(name, shape):
     where = free(shape)
-    formula = closed_form(name, 720_720 * 4, where)
-    if formula is not None:
-        priced = price(ALLREDUCE[name](where.mesh, 1), 720_720 * 4, where)
-        assert priced.seconds == pytest.approx(formula, rel=TIGHT)
+    priced = price(ALLREDUCE[name](where.mesh, 1), FORMULA_BYTES, where)
+    assert priced.seconds == pytest.approx(closed_form(name, FORMULA_BYTES, where), rel=TIGHT)
 
 
-def test_every_formula_is_of_an_algorithm_in_the_table():
+def test_every_formula_belongs_to_an_algorithm_in_the_table():
     assert set(FORMULAS) <= set(ALLREDUCE)
     assert closed_form("ring", 1000, free((2, 2))) is None
     assert closed_form("hierarchical", 1000, free((2, 3))) is None
@@ -133,21 +155,21 @@ def test_every_formula_is_of_an_algorithm_in_the_table():
 
 @pytest.mark.parametrize("shape", [(1,) * 5, (2, 2), (3, 1, 4)])
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_a_price_is_never_below_what_its_links_and_cores_need(name, shape):
+def test_a_price_is_never_below_the_time_of_links_and_cores(name, shape):
     where = cluster(shape)
     last = 0.0
     for num_bytes in (0, 400, 40_000, 4_000_000):
         priced = price(ALLREDUCE[name](where.mesh, 1), num_bytes, where)
-        assert max(priced.busy.values()) <= 1 + TIGHT
+        assert max(priced.utilization.values()) <= 1 + TIGHT
         assert priced.seconds >= priced.bytes_per_link / where.between.bytes_per_s
-        assert sum(priced.spent_s.values()) == pytest.approx(priced.seconds, rel=1e-6)
+        assert sum(priced.breakdown_s.values()) == pytest.approx(priced.seconds, rel=1e-6)
         assert priced.seconds >= last
         last = priced.seconds
 
 
 @pytest.mark.parametrize("shape", [(1,) * 5, (2, 2), (3, 1, 4)])
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_the_busiest_link_carries_what_the_programs_send_over_it(name, shape):
+def test_the_busiest_link_carries_the_bytes_that_the_programs_send(name, shape):
     where = cluster(shape)
     schedule = ALLREDUCE[name](where.mesh, 1)
     carried = dict.fromkeys(range(where.mesh.hosts), 0.0)
@@ -168,10 +190,10 @@ def test_a_single_rank_and_an_empty_tensor_cost_nothing(name):
 
 
 @pytest.mark.parametrize("name", ALLREDUCE)
-def test_a_predicted_time_line_ends_when_the_price_says(name):
+def test_a_predicted_timeline_ends_at_the_predicted_time(name):
     where = cluster((2, 2))
     schedule = ALLREDUCE[name](where.mesh, 2)
-    timelines = predict(schedule, 4_000_000, where)
+    timelines = predict_timelines(schedule, 4_000_000, where)
     spans = [span for timeline in timelines for span in timeline.spans]
     seconds = price(schedule, 4_000_000, where).seconds
     assert max(span.end_s for span in spans) == pytest.approx(seconds, rel=TIGHT)
@@ -193,7 +215,7 @@ SERIAL = {
 
 @pytest.mark.parametrize("shape", [(1,) * 4, (4,) * 4, (8,) * 8, (8,) * 128])
 @pytest.mark.parametrize("name", SERIAL)
-def test_messages_follow_one_another_as_often_as_the_papers_say(name, shape):
+def test_the_number_of_serial_steps_is_that_of_the_papers(name, shape):
     mesh = Mesh(shape)
     assert serial_steps(ALLREDUCE[name](mesh, 1)) == SERIAL[name](mesh.size, shape[0])
 
@@ -206,7 +228,7 @@ def test_ten_thousand_ranks_have_a_price(name):
     assert priced.seconds == pytest.approx(formula, rel=TIGHT)
 
 
-def test_what_is_too_large_and_not_symmetric_is_refused_with_the_way_out():
+def test_a_large_schedule_without_symmetry_is_refused_with_advice():
     where = free((*(8,) * 1249, 7))
     with pytest.raises(StrettoError, match=r"ring for 9,999 ranks .* equally many ranks"):
         price(ALLREDUCE["ring"](where.mesh, 1), 10**8, where)

@@ -1,4 +1,4 @@
-"""What holds of every learning rate: published schedules to the digit, steps alone decide."""
+"""Learning rates: published schedules are reproduced exactly, and depend on the step only."""
 
 import math
 from itertools import pairwise
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.optim import AdamWConfig, LARSConfig, SGDConfig, derive
+from stretto.optim import AdamWConfig, LARSConfig, SGDConfig, derive_lr_schedule
 
 GOYAL = SGDConfig(
     lr=0.1,
@@ -40,7 +40,7 @@ FUJITSU = LARSConfig(
 
 def test_goyal_8192_is_the_published_schedule():
     epoch = 1_281_167 // 8192
-    derived = derive(GOYAL, batch=8192, epoch_steps=epoch, total_steps=90 * epoch)
+    derived = derive_lr_schedule(GOYAL, batch=8192, epoch_steps=epoch, total_steps=90 * epoch)
     assert derived.lr == 3.2
     assert derived.rate_at(0) == 0.1
     for step in range(5 * epoch):
@@ -51,7 +51,7 @@ def test_goyal_8192_is_the_published_schedule():
 
 
 def test_fujitsu_86016_is_the_published_schedule_in_every_step():
-    derived = derive(FUJITSU, batch=86_016, epoch_steps=15, total_steps=90 * 15)
+    derived = derive_lr_schedule(FUJITSU, batch=86_016, epoch_steps=15, total_steps=90 * 15)
     assert derived.lr == 13.0
     for t in range(90 * 15):
         c = t / 540 if t < 540 else (1 - 0.0025) * (1 - min(t - 540, 780) / 780) ** 2.2 + 0.0025
@@ -60,7 +60,7 @@ def test_fujitsu_86016_is_the_published_schedule_in_every_step():
 
 
 def test_at_81920_the_square_root_rule_gives_the_rate():
-    derived = derive(FUJITSU, batch=81_920, epoch_steps=15, total_steps=90 * 15)
+    derived = derive_lr_schedule(FUJITSU, batch=81_920, epoch_steps=15, total_steps=90 * 15)
     assert derived.lr == pytest.approx(13 * math.sqrt(81_920 / 86_016), rel=1e-15)
 
 
@@ -74,23 +74,27 @@ def test_at_81920_the_square_root_rule_gives_the_rate():
         ("none", 8192, 0.1),
     ],
 )
-def test_the_peak_follows_the_batch_by_the_rule(scaling, batch, lr):
+def test_the_peak_rate_scales_with_the_batch_by_the_rule(scaling, batch, lr):
     config = SGDConfig(lr=0.1, reference_batch=256, scaling=scaling)
-    assert derive(config, batch=batch, epoch_steps=9, total_steps=90).lr == pytest.approx(lr)
+    assert derive_lr_schedule(
+        config, batch=batch, epoch_steps=9, total_steps=90
+    ).lr == pytest.approx(lr)
     other = config.model_copy(update={"for_batch": batch})
-    assert derive(other, batch=7, epoch_steps=9, total_steps=90).lr == pytest.approx(lr)
+    assert derive_lr_schedule(other, batch=7, epoch_steps=9, total_steps=90).lr == pytest.approx(lr)
 
 
-def test_without_a_reference_the_rate_is_the_rate():
-    assert derive(SGDConfig(lr=0.3), batch=9999, epoch_steps=9, total_steps=90).lr == 0.3
+def test_without_a_reference_batch_the_rate_is_not_scaled():
+    assert (
+        derive_lr_schedule(SGDConfig(lr=0.3), batch=9999, epoch_steps=9, total_steps=90).lr == 0.3
+    )
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 7, 100])
 @pytest.mark.parametrize("decay", ["constant", "cosine"])
-def test_plain_warm_up_and_cosine_are_what_they_always_were(decay, warmup_steps):
+def test_plain_warm_up_and_cosine_agree_with_their_formulas(decay, warmup_steps):
     lr, total = 0.3, 60
     config = AdamWConfig(lr=lr, warmup_steps=warmup_steps, decay=decay)
-    derived = derive(config, batch=8, epoch_steps=10, total_steps=total)
+    derived = derive_lr_schedule(config, batch=8, epoch_steps=10, total_steps=total)
     span = max(1, total - warmup_steps)
     for step in range(total):
         if step < warmup_steps:
@@ -102,17 +106,17 @@ def test_plain_warm_up_and_cosine_are_what_they_always_were(decay, warmup_steps)
         assert derived.rate_at(step) == expected
 
 
-def test_a_constant_warm_up_waits_at_the_unscaled_rate():
+def test_a_constant_warm_up_keeps_the_unscaled_rate():
     config = SGDConfig(lr=0.1, reference_batch=256, warmup="constant", warmup_epochs=0.5)
-    derived = derive(config, batch=1024, epoch_steps=10, total_steps=60)
+    derived = derive_lr_schedule(config, batch=1024, epoch_steps=10, total_steps=60)
     assert [derived.rate_at(step) for step in range(7)] == [0.1] * 5 + [0.4] * 2
     lower = config.model_copy(update={"warmup_from": 0.05})
-    assert derive(lower, batch=1024, epoch_steps=10, total_steps=60).rate_at(4) == 0.05
+    assert derive_lr_schedule(lower, batch=1024, epoch_steps=10, total_steps=60).rate_at(4) == 0.05
 
 
 def test_cosine_ends_at_its_floor_and_stays():
     config = SGDConfig(lr=2.0, decay="cosine", decay_length=3, decay_floor=0.1)
-    derived = derive(config, batch=1, epoch_steps=10, total_steps=60)
+    derived = derive_lr_schedule(config, batch=1, epoch_steps=10, total_steps=60)
     assert [derived.rate_at(step) for step in (0, 15)] == pytest.approx([2.0, 1.1])
     assert [derived.rate_at(step) for step in (30, 45, 99)] == pytest.approx([0.2] * 3)
 
@@ -132,14 +136,16 @@ RATES = st.sampled_from(
 @given(config=RATES, batch=st.integers(1, 10**6), step=st.integers(0, 10**4))
 @settings(max_examples=200, deadline=None)
 def test_no_rate_is_above_the_peak_or_below_zero(config, batch, step):
-    derived = derive(config, batch=batch, epoch_steps=50, total_steps=4500)
+    derived = derive_lr_schedule(config, batch=batch, epoch_steps=50, total_steps=4500)
     assert 0 <= derived.rate_at(step) <= derived.lr * (1 + 1e-14)
 
 
 @given(config=RATES, epoch_steps=st.integers(20, 500))
 @settings(max_examples=50, deadline=None)
 def test_the_rate_grows_through_warm_up_and_falls_after(config, epoch_steps):
-    derived = derive(config, batch=512, epoch_steps=epoch_steps, total_steps=90 * epoch_steps)
+    derived = derive_lr_schedule(
+        config, batch=512, epoch_steps=epoch_steps, total_steps=90 * epoch_steps
+    )
     rates = [derived.rate_at(step) for step in range(0, 90 * epoch_steps, 7)]
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1])

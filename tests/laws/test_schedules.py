@@ -1,4 +1,4 @@
-"""What holds of every collective in the tables."""
+"""Laws of every collective in the tables: correctness, number of steps, symmetry."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import (
+from stretto.collectives.algorithms import (
     ALL_GATHER,
     ALLREDUCE,
     BROADCAST,
@@ -18,16 +18,16 @@ from stretto.comm.algorithms import (
     double_tree,
     hierarchical_reduce_scatter,
 )
-from stretto.comm.courier import Courier
-from stretto.comm.local import run_local
-from stretto.comm.schedule import Action, chunk_bounds, pipelined, rounds
-from stretto.comm.verify import (
-    owned,
+from stretto.collectives.schedule import Action, chunk_bounds, pipeline_tensor, rounds
+from stretto.collectives.verify import (
+    owned_chunks,
     verify_all_gather,
     verify_allreduce,
     verify_broadcast,
     verify_reduce_scatter,
 )
+from stretto.comm.collective_executor import CollectiveExecutor
+from stretto.comm.local_transports import run_threads
 from stretto.errors import ScheduleError
 
 TABLES = {
@@ -46,7 +46,7 @@ for_every_collective = pytest.mark.parametrize(
 ALL_SIZES = [*range(1, 34), 48, 63, 64]
 FEW_SIZES = [*range(1, 18), 24, 31, 33, 64]
 LINEAR = ["native", "ring", "scatter-gather"]
-"""These take n steps or more: the proof costs n squared."""
+"""These take n steps or more, so their verification costs n squared."""
 
 EVEN = [Mesh((5,)), Mesh((2, 2)), Mesh((1, 1, 1, 1)), Mesh((4, 4)), Mesh((2, 2, 2))]
 UNEVEN = [Mesh((3, 1, 4)), Mesh((1, 4)), Mesh((5, 2))]
@@ -57,27 +57,27 @@ def flat(size):
 
 
 def square(size):
-    """As many hosts as ranks of each, or nearly: whatever goes inside and between has to."""
+    """Return a mesh with about as many hosts as ranks on each, to use links inside and between."""
     return Mesh((rows(size),) * (size // rows(size)))
 
 
 def rows(size):
-    """Of the grid nearest to a square."""
+    """Return the number of rows of the grid nearest to a square."""
     return max(x for x in range(1, size + 1) if size % x == 0 and x * x <= size)
 
 
 def meshes_for(kind, name):
-    # A chunk each, rank r's being chunk r, cannot be kept where hosts differ: refused, see below.
+    # These refuse hosts of different size (see below), because rank r must own chunk r.
     refuses = name == "hierarchical" and kind in ("reduce-scatter", "all-gather")
     return EVEN if refuses or kind.startswith("host-") else EVEN + UNEVEN
 
 
 def shards_of(kind, mesh):
-    """Return among how many ranks in a row the tensor is shared out."""
+    """Return the number of consecutive ranks that divide the tensor."""
     return mesh.ranks_per_host[0] if kind.startswith("host-") else mesh.size
 
 
-def prove(kind, name, mesh, parts):
+def verify_collective(kind, name, mesh, parts):
     table, verify = TABLES[kind]
     schedule = table[name](mesh, parts)
     if kind.endswith(("scatter", "gather")):
@@ -87,31 +87,31 @@ def prove(kind, name, mesh, parts):
 
 
 @for_every_collective
-def test_every_input_ends_where_it_should_exactly_once(kind, name):
+def test_every_rank_ends_with_the_right_inputs_exactly_once(kind, name):
     for size in FEW_SIZES if name in LINEAR else ALL_SIZES:
-        prove(kind, name, square(size), 1)
+        verify_collective(kind, name, square(size), 1)
 
 
 @for_every_collective
-def test_so_it_does_in_parts_that_follow_each_other(kind, name):
+def test_the_same_holds_with_pipelined_parts(kind, name):
     for size in [*range(1, 10), 16, 17]:
-        prove(kind, name, square(size), 3)
+        verify_collective(kind, name, square(size), 3)
 
 
 @for_every_collective
-def test_so_it_does_whatever_hosts_the_ranks_are_on(kind, name):
+def test_the_same_holds_on_any_mesh(kind, name):
     for mesh in [*meshes_for(kind, name), Mesh((8,) * 4), Mesh((1,) * 9), Mesh((4,) * 6)]:
-        prove(kind, name, mesh, 1)
-        prove(kind, name, mesh, 3)
+        verify_collective(kind, name, mesh, 1)
+        verify_collective(kind, name, mesh, 3)
 
 
 @pytest.mark.parametrize("mesh", UNEVEN, ids=str)
-def test_what_cannot_be_kept_on_uneven_hosts_is_refused_with_what_to_use(mesh):
+def test_uneven_hosts_are_refused_with_advice_where_they_cannot_work(mesh):
     with pytest.raises(ScheduleError, match="use ring or halving instead"):
         hierarchical_reduce_scatter(mesh)
 
 
-# Executed, ranks being threads.
+# --- executed, with ranks as threads ---
 
 
 @dataclass(frozen=True)
@@ -124,44 +124,44 @@ class Outcome:
 
     def own(self, rank):
         bounds = chunk_bounds(self.inputs.shape[1], self.schedule.num_chunks)
-        chunks = owned(self.schedule, rank, self.shards)
+        chunks = owned_chunks(self.schedule, rank, self.shards)
         return slice(bounds[chunks.start], bounds[chunks.stop])
 
     def pairs(self):
-        """Return what has come out and what should have, as far as it is promised."""
+        """Return pairs (result, expected) of the parts that the collective defines."""
         total = self.inputs.double().sum(dim=0).to(self.inputs.dtype)
         ranks = range(self.schedule.size)
         if self.kind.endswith("reduce-scatter"):
             return [(self.results[r][self.own(r)], total[self.own(r)]) for r in ranks]
         if self.kind.endswith("all-gather"):
-            mine = [self.inputs[r][self.own(r)] for r in ranks]
+            tensors_here = [self.inputs[r][self.own(r)] for r in ranks]
             first = [r - r % self.shards for r in ranks]
-            wanted = [torch.cat(mine[f : f + self.shards]) for f in first]
-            return list(zip(self.results, wanted, strict=True))
+            expected = [torch.cat(tensors_here[f : f + self.shards]) for f in first]
+            return list(zip(self.results, expected, strict=True))
         if self.kind == "broadcast":
             total = self.inputs[0]
         return [(self.results[r], total) for r in ranks]
 
 
-def carried_out(kind, name, mesh, parts, inputs):
-    """Return the outcome for each of ``inputs``, [rank, element], in one group of threads."""
+def execute_all(kind, name, mesh, parts, inputs):
+    """Yield the outcome for each of ``inputs``, [rank, element], from one group of threads."""
     schedule = TABLES[kind][0][name](mesh, parts)
 
-    def work(channel):
-        mine = [tensor[channel.rank].clone() for tensor in inputs]
-        with Courier(channel) as courier:
-            for tensor in mine:
-                courier.run(courier.prepare(schedule, tensor))
-        return mine
+    def work(transport):
+        tensors_here = [tensor[transport.rank].clone() for tensor in inputs]
+        with CollectiveExecutor(transport) as executor:
+            for tensor in tensors_here:
+                executor.run(executor.prepare(schedule, tensor))
+        return tensors_here
 
-    results = run_local(mesh.size, work)
+    results = run_threads(mesh.size, work)
     for index, tensor in enumerate(inputs):
         stacked = torch.stack([result[index] for result in results])
         yield Outcome(kind, schedule, shards_of(kind, mesh), tensor, stacked)
 
 
 def whole_numbers(size, length, dtype=torch.float32):
-    """So small that every type can hold their sums: no rounding may excuse a difference."""
+    """Return integers so small that their sums are exact in every type."""
     generator = torch.manual_seed(size * 1000 + length)
     return torch.randint(-3, 4, (size, length), generator=generator).to(dtype)
 
@@ -173,16 +173,16 @@ def random_numbers(size, length, dtype):
 @for_every_collective
 def test_it_is_exact_for_any_number_of_ranks(kind, name):
     for size in range(1, 18):
-        (outcome,) = carried_out(kind, name, square(size), 1, [whole_numbers(size, 101)])
-        assert all(torch.equal(result, wanted) for result, wanted in outcome.pairs()), size
+        (outcome,) = execute_all(kind, name, square(size), 1, [whole_numbers(size, 101)])
+        assert all(torch.equal(result, expected) for result, expected in outcome.pairs()), size
 
 
 @for_every_collective
 def test_it_is_exact_on_any_hosts_in_three_parts(kind, name):
     for mesh in meshes_for(kind, name):
         inputs = [whole_numbers(mesh.size, length) for length in (1, 101)]
-        for outcome in carried_out(kind, name, mesh, 3, inputs):
-            assert all(torch.equal(result, wanted) for result, wanted in outcome.pairs()), mesh
+        for outcome in execute_all(kind, name, mesh, 3, inputs):
+            assert all(torch.equal(result, expected) for result, expected in outcome.pairs()), mesh
 
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -192,15 +192,15 @@ TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 def test_it_is_exact_in_every_type_and_length(kind, name):
     mesh = Mesh((2, 2, 2))
     inputs = [whole_numbers(mesh.size, n, dtype) for dtype in TYPES for n in (0, 1, 101, 70_001)]
-    for outcome in carried_out(kind, name, mesh, 3, inputs):
-        assert all(torch.equal(result, wanted) for result, wanted in outcome.pairs())
+    for outcome in execute_all(kind, name, mesh, 3, inputs):
+        assert all(torch.equal(result, expected) for result, expected in outcome.pairs())
 
 
 @pytest.mark.parametrize("mesh", [Mesh((7,)), Mesh((3, 1, 4))], ids=str)
 @pytest.mark.parametrize("name", ALLREDUCE)
 def test_a_sum_has_the_same_bits_on_every_rank_and_every_time(name, mesh):
     inputs = [random_numbers(mesh.size, 1001, dtype) for dtype in [*TYPES, TYPES[0]]]
-    outcomes = list(carried_out("all-reduce", name, mesh, 3, inputs))
+    outcomes = list(execute_all("all-reduce", name, mesh, 3, inputs))
     for outcome in outcomes:
         assert all(torch.equal(row, outcome.results[0]) for row in outcome.results)
     assert torch.equal(outcomes[0].results, outcomes[-1].results)
@@ -211,47 +211,48 @@ def test_a_sum_has_the_same_bits_on_every_rank_and_every_time(name, mesh):
 @pytest.mark.parametrize("name", ALLREDUCE)
 def test_a_mean_is_the_sum_divided_once(name):
     mesh = Mesh((3, 3))
-    (outcome,) = carried_out("all-reduce", name, mesh, 1, [whole_numbers(6, 101)])
-    wanted = outcome.inputs.sum(dim=0) / mesh.size
-    assert all(torch.equal(row / mesh.size, wanted) for row in outcome.results)
+    (outcome,) = execute_all("all-reduce", name, mesh, 1, [whole_numbers(6, 101)])
+    expected = outcome.inputs.sum(dim=0) / mesh.size
+    assert all(torch.equal(row / mesh.size, expected) for row in outcome.results)
 
 
-# Counted, as in the papers.
+# --- counted, as in the papers ---
 
 
 def serial_steps(schedule):
-    """Return how many rounds follow one another, if a message takes one tick once both are there.
+    """Return the number of ticks of a schedule.
 
-    Lanes run beside each other, and the messages of a round together.
+    A message takes one tick once both its ends are posted. Lanes run concurrently, and so do the
+    messages of a round.
     """
     todo = [
         {lane: [i for i, r in enumerate(own) if r.lane == lane] for lane in {r.lane for r in own}}
         for own in (rounds(schedule, rank) for rank in range(schedule.size))
     ]
     done = [set() for _ in todo]
-    posted, turns, running = Counter(), {}, {}
+    posted, message_index, running = Counter(), {}, {}
     ticks = 0
     while any(any(lanes.values()) for lanes in todo):
         for rank, lanes in enumerate(todo):
             for index in [queue[0] for queue in lanes.values() if queue]:
                 batch = rounds(schedule, rank)[index]
-                if (rank, index) in running or not done[rank].issuperset(batch.waits):
+                if (rank, index) in running or not done[rank].issuperset(batch.waits_for):
                     continue
                 running[rank, index] = batch
                 for op in batch.ops:
                     end = (rank, op.peer, op.lane, op.action is Action.SEND)
-                    turns[rank, index, id(op)] = posted[end]
+                    message_index[rank, index, id(op)] = posted[end]
                     posted[end] += 1
         over = [
             (rank, index)
             for (rank, index), batch in running.items()
             if all(
                 posted[op.peer, rank, op.lane, op.action is not Action.SEND]
-                > turns[rank, index, id(op)]
+                > message_index[rank, index, id(op)]
                 for op in batch.ops
             )
         ]
-        assert over, "nobody can go on"
+        assert over, "deadlock"
         for rank, index in over:
             done[rank].add(index)
             todo[rank][running.pop((rank, index)).lane].pop(0)
@@ -260,12 +261,12 @@ def serial_steps(schedule):
 
 
 def log2(size):
-    """Rounded up."""
+    """Return the logarithm, rounded up."""
     return (size - 1).bit_length()
 
 
 def folds(size):
-    """Two messages more where ``size`` is no power of two, and the logarithm rounded down."""
+    """Return the logarithm, rounded down, and 2 more messages if ``size`` is no power of two."""
     return size.bit_length() - 1, 2 * (size & (size - 1) != 0)
 
 
@@ -299,7 +300,7 @@ STEPS = {
 
 
 @for_every_collective
-def test_as_many_messages_follow_one_another_as_the_papers_say(kind, name):
+def test_the_number_of_serial_steps_is_that_of_the_papers(kind, name):
     for k, m in [
         *((n, 1) for n in (*range(1, 18), 24, 32)),
         (2, 2),
@@ -313,14 +314,14 @@ def test_as_many_messages_follow_one_another_as_the_papers_say(kind, name):
 
 
 def sent(schedule, rank):
-    """Return the chunks that ``rank`` sends in all, and in how many messages."""
+    """Return how many chunks ``rank`` sends, and in how many messages."""
     sends = [op for op in schedule.program(rank) if op.action is Action.SEND]
     return sum(op.stop - op.start for op in sends), len(sends)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 12, 16])
 @pytest.mark.parametrize("name", ["ring", "torus", "hierarchical"])
-def test_bandwidth_optimal_ones_send_two_n_minus_one_nths_from_every_rank(name, size):
+def test_in_bandwidth_optimal_algorithms_every_rank_sends_two_n_minus_one_nths(name, size):
     mesh = Mesh((2,) * (size // 2)) if size % 2 == 0 else flat(size)
     schedule = ALLREDUCE[name](mesh, 1)
     for rank in range(size):
@@ -329,7 +330,7 @@ def test_bandwidth_optimal_ones_send_two_n_minus_one_nths_from_every_rank(name, 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("name", ["halving-doubling", "binary-blocks"])
-def test_halving_and_doubling_sends_a_rings_bytes_in_two_log_n_messages(name, size):
+def test_halving_and_doubling_sends_the_bytes_of_a_ring_in_two_log_n_messages(name, size):
     schedule = ALLREDUCE[name](flat(size), 1)
     for rank in range(size):
         assert sent(schedule, rank) == (2 * (size - 1), 2 * log2(size))
@@ -346,7 +347,7 @@ def test_binary_blocks_never_send_more_than_folding_does(size):
 
 
 @pytest.mark.parametrize("size", range(2, 34))
-def test_in_a_double_tree_whoever_relays_in_one_tree_is_a_leaf_in_the_other(size):
+def test_in_a_double_tree_a_relay_of_one_tree_is_a_leaf_of_the_other(size):
     schedule = double_tree(size)
     trees = []
     for rank in range(size):
@@ -362,7 +363,7 @@ def test_only_masters_send_between_hosts(mesh):
     schedule = ALLREDUCE["masters"](mesh, 2)
     for rank in range(mesh.size):
         away = [op for op in schedule.program(rank) if mesh.host_of(op.peer) != mesh.host_of(rank)]
-        assert not away or rank in [mesh.on_host(host).start for host in range(mesh.hosts)]
+        assert not away or rank in [mesh.ranks_on_host(host).start for host in range(mesh.hosts)]
 
 
 LOGARITHMIC = ["gather-broadcast", "binomial", "doubling", "halving-doubling", "double-tree"]
@@ -375,7 +376,7 @@ def test_at_ten_thousand_ranks_a_program_is_still_short(name):
 
 
 @for_every_collective
-def test_a_period_is_a_symmetry_and_so_is_a_turn(kind, name):
+def test_period_and_rotation_block_are_symmetries(kind, name):
     for mesh in [*(flat(size) for size in (1, 2, 5, 6, 12)), *meshes_for(kind, name)]:
         for parts in (1, 3):
             schedule = TABLES[kind][0][name](mesh, parts)
@@ -387,24 +388,28 @@ def test_a_period_is_a_symmetry_and_so_is_a_turn(kind, name):
 
 
 def moves(schedule):
-    """Return the ways of moving all ranks that are said to change nothing."""
-    n, turn = schedule.size, schedule.turn
+    """Yield the maps of ranks that the schedule declares to be symmetries."""
+    n, rotation_block = schedule.size, schedule.rotation_block
     if schedule.period is not None:
         yield lambda rank: (rank + schedule.period) % n
-    if turn is not None:
-        assert (schedule.period or 0) % turn == n % turn == 0
-        yield lambda rank: rank - rank % turn + (rank + 1) % turn
+    if rotation_block is not None:
+        assert (schedule.period or 0) % rotation_block == n % rotation_block == 0
+        yield lambda rank: rank - rank % rotation_block + (rank + 1) % rotation_block
 
 
 def seen(schedule, rank):
     return [(op, (op.stop - op.start, op.after, op.lane)) for op in schedule.program(rank)]
 
 
-def test_symmetries_are_told_where_there_are_any():
+def test_symmetries_are_declared():
     mesh = Mesh((3,) * 4)
     schedules = {name: algorithm(mesh, 2) for name, algorithm in ALLREDUCE.items()}
-    told = {name: (schedule.period, schedule.turn) for name, schedule in schedules.items()}
-    assert {name: moves for name, moves in told.items() if moves != (None, None)} == {
+    symmetries = {
+        name: (schedule.period, schedule.rotation_block) for name, schedule in schedules.items()
+    }
+    assert {
+        name: symmetry for name, symmetry in symmetries.items() if symmetry != (None, None)
+    } == {
         "native": (1, None),
         "ring": (1, None),
         "torus": (3, 3),
@@ -429,8 +434,8 @@ def test_symmetries_are_told_where_there_are_any():
     ],
 )
 def test_rows_of_a_torus_are_whole_hosts_or_hosts_whole_rows(shape, row):
-    turn = ALLREDUCE["torus"](Mesh(shape), 1).turn
-    assert (turn or 1) == row
+    rotation_block = ALLREDUCE["torus"](Mesh(shape), 1).rotation_block
+    assert (rotation_block or 1) == row
 
 
 def test_chunks_cover_the_tensor_and_differ_by_one_at_most():
@@ -442,13 +447,13 @@ def test_chunks_cover_the_tensor_and_differ_by_one_at_most():
             assert max(sizes) - min(sizes) <= 1
 
 
-def test_rounds_hold_operations_that_need_not_wait_for_one_another():
+def test_independent_operations_share_a_round():
     batches = rounds(ALLREDUCE["ring"](flat(4), 1), 1)
     assert [len(batch.ops) for batch in batches] == [2] * 6
 
 
-def test_a_part_is_between_hosts_while_the_next_is_inside_them():
-    # Three phases of one step each: four parts, one behind the other, take 3 + 3 ticks, not 12.
+def test_a_part_is_summed_between_hosts_while_the_next_is_inside_hosts():
+    # Three phases, the middle one of two steps: each further part adds 2 ticks, not 4.
     schedule = ALLREDUCE["hierarchical"](Mesh((2, 2)), 1)
     assert serial_steps(schedule) == 4
-    assert serial_steps(pipelined(schedule, 4)) == 4 + 3 * 2
+    assert serial_steps(pipeline_tensor(schedule, 4)) == 4 + 3 * 2

@@ -1,4 +1,4 @@
-"""n ranks are one rank with n times the batch: for every synchronous strategy and algorithm."""
+"""n ranks equal one rank with n times the batch, for every synchronous strategy and algorithm."""
 
 import copy
 import threading
@@ -10,25 +10,25 @@ import torch
 from torch import nn
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.local import run_local
-from stretto.data.loader import Prefetch
-from stretto.data.order import step_share
-from stretto.data.source import SelfContained
-from stretto.model.loss import per_sample_loss
+from stretto.collectives.algorithms import ALLREDUCE
+from stretto.comm.local_transports import run_threads
+from stretto.data.loader import Prefetcher
+from stretto.data.order import rank_samples
+from stretto.data.sample_source import StatelessSource
+from stretto.models import per_sample_loss
 from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_optimizer
-from stretto.strategy import AllReduceConfig, build_strategy
+from stretto.strategies import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
-from stretto.train.agreement import Agreement, Control
 from stretto.train.config import TrainConfig
 from stretto.train.parts import Parts
-from stretto.train.step import accumulate, shares, update
+from stretto.train.step import accumulate, iterate_rank_samples, update
+from stretto.train.step_consensus import ControlPlane, StepConsensus
 
 STEPS = 10
 _BUILDING = threading.Lock()
 
 
-class Points(SelfContained):
+class Points(StatelessSource):
     """A small classification task in float64."""
 
     fingerprint = "points"
@@ -44,14 +44,14 @@ class Points(SelfContained):
         return self._x[picked], self._y[picked]
 
 
-class Holes(Points):
-    """The same, but a third of the samples cannot be read."""
+class UnreadablePoints(Points):
+    """The same task, but a third of the samples cannot be read."""
 
     def batch(self, indices, epoch=0):
         return super().batch(indices[indices % 3 > 0])
 
 
-class Sometimes(nn.Module):
+class SometimesUnused(nn.Module):
     """Has a parameter that no forward uses, and one that only large inputs use."""
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ def _initial(make) -> nn.Module:
 
 
 def built(make) -> nn.Module:
-    """Return a fresh copy of one initial model; ranks are threads and share the generator."""
+    """Return a new copy of one initial model; ranks are threads and share the generator."""
     with _BUILDING:
         return copy.deepcopy(_initial(make))
 
 
 def run_rank(
-    channel,
+    transport,
     *,
     make,
     algorithm,
@@ -102,8 +102,10 @@ def run_rank(
     data=Points,
     optim=None,
 ):
-    """Train as the loop does, and return the parameters by name."""
-    strategy = build_strategy(AllReduceConfig(algorithm=algorithm, fusion=200, wire=wire), channel)
+    """Train as the loop does; return the parameters by name."""
+    strategy = build_strategy(
+        AllReduceConfig(algorithm=algorithm, bucket_bytes=200, wire=wire), transport
+    )
     strategy.reads_gradients = clip_norm is not None
     model = built(make)
     model, optimizer = strategy.attach(model, making(optim, model))
@@ -112,8 +114,8 @@ def run_rank(
             batch=batch, steps=STEPS, accumulation=accumulation, clip_norm=clip_norm
         ),
         seed=3,
-        world=World(channel.rank, Mesh((channel.size,))),
-        channel=channel,
+        world=World(transport.rank, Mesh((transport.size,))),
+        transport=transport,
         model=model,
         optimizer=optimizer,
         strategy=strategy,
@@ -121,33 +123,33 @@ def run_rank(
         test_source=Points(1),
         rate_at=lambda step: 0.1 / (1 + step),
         report=lambda event: None,
-        recorder=Recorder(channel.rank),
+        recorder=Recorder(transport.rank),
     )
-    agreement = Agreement(Control(channel))
-    with Prefetch(parts.source, shares(parts, 0)) as batches:
+    agreement = StepConsensus(ControlPlane(transport))
+    with Prefetcher(parts.source, iterate_rank_samples(parts, 0)) as batches:
         for step, loaded in enumerate(batches):
             accumulate(parts, step, loaded, parts.rate_at(step), agreement)
-            agreed = strategy.after_backward()
-            update(parts, step, agreed)
+            step_gradients = strategy.after_backward()
+            update(parts, step, step_gradients)
             strategy.after_update()
     strategy.close()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def making(optim, model):
-    """Return what builds the optimizer of a config; torch's own where there is none."""
+    """Return the optimizer factory of a config; torch's SGD if there is none."""
     if optim is not None:
         return make_optimizer(optim, model)
     return lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points, optim=None):
-    """Plain PyTorch: whole batches, no strategy, no library of ours but the order of samples."""
+    """Train with plain PyTorch on whole batches; only the order of samples is stretto's."""
     model, source = built(make), data(num_samples)
     optimizer = making(optim, model)(model.parameters())
     per_epoch = -(-num_samples // batch)
     for step in range(STEPS):
-        share = step_share(
+        local_samples = rank_samples(
             step % per_epoch,
             batch=batch,
             rank=0,
@@ -156,7 +158,7 @@ def on_one_rank(*, make, batch, num_samples, clip_norm=None, data=Points, optim=
             seed=3,
             epoch=step // per_epoch,
         )
-        inputs, targets = source.batch(share.samples)
+        inputs, targets = source.batch(local_samples.samples)
         optimizer.zero_grad()
         per_sample_loss(model(inputs), targets).mean().backward()
         if clip_norm is not None:
@@ -175,15 +177,15 @@ def assert_equal_models(model, reference, tolerance=1e-10):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-@pytest.mark.parametrize("make", [plain, Sometimes])
+@pytest.mark.parametrize("make", [plain, SometimesUnused])
 def test_n_ranks_equal_one_rank_with_n_times_the_batch(algorithm, size, make):
     case = {"make": make, "batch": 12, "num_samples": 45}
     reference = on_one_rank(**case)
     for accumulation in (1, 3):
-        models = run_local(
+        models = run_threads(
             size,
-            lambda channel, a=accumulation: run_rank(
-                channel, algorithm=algorithm, accumulation=a, **case
+            lambda transport, a=accumulation: run_rank(
+                transport, algorithm=algorithm, accumulation=a, **case
             ),
         )
         assert_equal_models(models[0], reference)
@@ -202,13 +204,13 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: optim.kind)
 def test_ranks_times_micro_batches_equal_the_whole_batch_under_every_optimizer(optim, size):
-    case = {"make": Sometimes, "batch": 12, "num_samples": 45, "optim": optim}
+    case = {"make": SometimesUnused, "batch": 12, "num_samples": 45, "optim": optim}
     reference = on_one_rank(**case)
     for accumulation in (1, 3):
-        models = run_local(
+        models = run_threads(
             size,
-            lambda channel, a=accumulation: run_rank(
-                channel, algorithm="ring", accumulation=a, **case
+            lambda transport, a=accumulation: run_rank(
+                transport, algorithm="ring", accumulation=a, **case
             ),
         )
         assert_equal_models(models[-1], reference)
@@ -216,25 +218,25 @@ def test_ranks_times_micro_batches_equal_the_whole_batch_under_every_optimizer(o
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
 def test_ranks_without_samples_change_nothing(algorithm):
-    # Batches of 3 and a last one of 1 over 5 ranks: somebody always has nothing to do.
+    # Batches of 3 and a last one of 1 over 5 ranks: in every step some rank has no samples.
     case = {"make": plain, "batch": 3, "num_samples": 10}
-    models = run_local(
-        5, lambda channel: run_rank(channel, algorithm=algorithm, accumulation=2, **case)
+    models = run_threads(
+        5, lambda transport: run_rank(transport, algorithm=algorithm, accumulation=2, **case)
     )
     assert_equal_models(models[3], on_one_rank(**case))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_samples_that_cannot_be_read_are_as_if_they_had_never_been(size):
-    case = {"make": plain, "batch": 12, "num_samples": 45, "data": Holes}
-    models = run_local(
-        size, lambda channel: run_rank(channel, algorithm="ring", accumulation=2, **case)
+def test_unreadable_samples_have_no_effect(size):
+    case = {"make": plain, "batch": 12, "num_samples": 45, "data": UnreadablePoints}
+    models = run_threads(
+        size, lambda transport: run_rank(transport, algorithm="ring", accumulation=2, **case)
     )
     assert_equal_models(models[0], on_one_rank(**case))
 
 
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_updating_as_buckets_arrive_equals_updating_at_the_end(algorithm):
+def test_updating_per_bucket_equals_updating_at_the_end(algorithm):
     case = {
         "make": plain,
         "algorithm": algorithm,
@@ -242,36 +244,36 @@ def test_updating_as_buckets_arrive_equals_updating_at_the_end(algorithm):
         "num_samples": 45,
         "accumulation": 2,
     }
-    early = run_local(3, lambda channel: run_rank(channel, **case))[1]
-    # A norm that nothing reaches: gradients are read, so the update waits for all of them.
-    late = run_local(3, lambda channel: run_rank(channel, clip_norm=1e9, **case))[1]
+    early = run_threads(3, lambda transport: run_rank(transport, **case))[1]
+    # The clip norm is never reached, but makes the update wait for all gradients.
+    late = run_threads(3, lambda transport: run_rank(transport, clip_norm=1e9, **case))[1]
     assert all(torch.equal(early[name], late[name]) for name in early)
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_clipping_is_by_the_norm_of_the_global_gradient(size):
+def test_clipping_uses_the_norm_of_the_global_gradient(size):
     case = {"make": plain, "batch": 12, "num_samples": 45, "clip_norm": 0.05}
-    models = run_local(
-        size, lambda channel: run_rank(channel, algorithm="ring", accumulation=1, **case)
+    models = run_threads(
+        size, lambda transport: run_rank(transport, algorithm="ring", accumulation=1, **case)
     )
     assert_equal_models(models[0], on_one_rank(**case))
 
 
-def test_a_parameter_nobody_used_keeps_no_gradient_and_is_not_decayed():
-    case = {"make": Sometimes, "batch": 12, "num_samples": 45}
-    models = run_local(
-        3, lambda channel: run_rank(channel, algorithm="ring", accumulation=1, **case)
+def test_an_unused_parameter_has_no_gradient_and_is_not_decayed():
+    case = {"make": SometimesUnused, "batch": 12, "num_samples": 45}
+    models = run_threads(
+        3, lambda transport: run_rank(transport, algorithm="ring", accumulation=1, **case)
     )
     assert torch.equal(models[2]["never"], torch.ones(3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("algorithm", ALLREDUCE)
-def test_with_batch_norm_n_ranks_equal_n_replicas_one_after_another(algorithm, size):
-    models = run_local(
+def test_with_batch_norm_n_ranks_equal_n_replicas_run_in_sequence(algorithm, size):
+    models = run_threads(
         size,
-        lambda channel: run_rank(
-            channel,
+        lambda transport: run_rank(
+            transport,
             make=with_norm,
             algorithm=algorithm,
             batch=4 * size,
@@ -279,10 +281,10 @@ def test_with_batch_norm_n_ranks_equal_n_replicas_one_after_another(algorithm, s
             accumulation=1,
         ),
     )
-    assert_equal_models(models[0], replicas_one_after_another(size))
+    assert_equal_models(models[0], replicas_in_sequence(size))
 
 
-def replicas_one_after_another(size):
+def replicas_in_sequence(size):
     replicas = [built(with_norm) for _ in range(size)]
     optimizers = [
         torch.optim.SGD(r.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for r in replicas
@@ -290,7 +292,7 @@ def replicas_one_after_another(size):
     source, batch, num_samples = Points(8 * size), 4 * size, 8 * size
     for step in range(STEPS):
         for rank, replica in enumerate(replicas):
-            share = step_share(
+            local_samples = rank_samples(
                 step % 2,
                 batch=batch,
                 rank=rank,
@@ -299,7 +301,7 @@ def replicas_one_after_another(size):
                 seed=3,
                 epoch=step // 2,
             )
-            inputs, targets = source.batch(share.samples)
+            inputs, targets = source.batch(local_samples.samples)
             replica.zero_grad()
             (per_sample_loss(replica(inputs), targets).sum() / batch).backward()
         gradients = zip(*([p.grad for p in r.parameters()] for r in replicas), strict=True)
@@ -313,11 +315,11 @@ def replicas_one_after_another(size):
 
 
 @pytest.mark.parametrize(("wire", "tolerance"), [("fp32", 1e-5), ("bf16", 5e-2), ("fp16", 1e-2)])
-def test_a_narrower_wire_is_close_and_equal_on_all_ranks(wire, tolerance):
+def test_a_lower_precision_codec_is_close_and_equal_on_all_ranks(wire, tolerance):
     case = {"make": plain, "batch": 12, "num_samples": 45}
-    models = run_local(
+    models = run_threads(
         4,
-        lambda channel: run_rank(channel, algorithm="ring", accumulation=1, wire=wire, **case),
+        lambda transport: run_rank(transport, algorithm="ring", accumulation=1, wire=wire, **case),
     )
     reference = on_one_rank(**case)
     assert_equal_models(models[0], reference, tolerance)
@@ -328,9 +330,9 @@ def test_a_narrower_wire_is_close_and_equal_on_all_ranks(wire, tolerance):
 @pytest.mark.parametrize(
     ("algorithm", "size"), [("ring", 1), *((name, 3) for name in ALLREDUCE if name != "native")]
 )
-def test_fp8_hop_by_hop_is_close_and_equal_on_all_ranks(algorithm, size):
+def test_fp8_is_close_and_equal_on_all_ranks(algorithm, size):
     case = {"make": plain, "batch": 12, "num_samples": 45}
-    models = run_local(
+    models = run_threads(
         size, lambda c: run_rank(c, algorithm=algorithm, accumulation=1, wire="fp8", **case)
     )
     reference = on_one_rank(**case)
@@ -340,9 +342,9 @@ def test_fp8_hop_by_hop_is_close_and_equal_on_all_ranks(algorithm, size):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_the_largest_entries_alone_leave_all_ranks_equal(size):
+def test_topk_leaves_all_ranks_equal(size):
     case = {"make": plain, "batch": 12, "num_samples": 45}
-    models = run_local(
+    models = run_threads(
         size, lambda c: run_rank(c, algorithm="ring", accumulation=2, wire="topk 10%", **case)
     )
     reference = on_one_rank(**case)
@@ -351,21 +353,21 @@ def test_the_largest_entries_alone_leave_all_ranks_equal(size):
     assert any(not torch.equal(models[0][name], reference[name]) for name in reference)
 
 
-def test_all_entries_are_the_whole_sum():
+def test_topk_with_all_entries_is_the_exact_sum():
     case = {"make": plain, "batch": 12, "num_samples": 45}
-    models = run_local(
+    models = run_threads(
         3, lambda c: run_rank(c, algorithm="ring", accumulation=1, wire="topk 100%", **case)
     )
     assert_equal_models(models[2], on_one_rank(**case), 1e-5)
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp8", "topk 10%"])
-def test_with_any_wire_a_parameter_nobody_used_keeps_no_gradient(wire):
-    case = {"make": Sometimes, "batch": 12, "num_samples": 45}
-    models = run_local(
+def test_with_any_codec_an_unused_parameter_has_no_gradient(wire):
+    case = {"make": SometimesUnused, "batch": 12, "num_samples": 45}
+    models = run_threads(
         3, lambda c: run_rank(c, algorithm="ring", accumulation=1, wire=wire, **case)
     )
-    # A gradient of zeros would still be decayed.
+    # With a gradient of zeros, weight decay would still change it.
     assert torch.equal(models[1]["never"], torch.ones(3, dtype=torch.float64))
     for model in models[1:]:
         assert all(torch.equal(model[name], models[0][name]) for name in model)

@@ -1,4 +1,4 @@
-"""Virtual workers are the real ones: models, statistics and evaluations, in every strategy."""
+"""Virtual workers give the same evaluations as real ranks, for every strategy."""
 
 import copy
 from dataclasses import replace
@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local import run_local
+from stretto.comm.local_transports import run_threads
 from stretto.config import load
-from stretto.data import open_source
+from stretto.data import open_sample_source
 from stretto.errors import ConfigError
-from stretto.run import Prepared, RunConfig, assemble
-from stretto.strategy import STRATEGIES
-from stretto.strategy.adpsgd.strategy import ADPSGD
+from stretto.run import PreparedRun, RunConfig, assemble
+from stretto.strategies import STRATEGIES
+from stretto.strategies.adpsgd import ADPSGD
 from stretto.telemetry.events import EvalDone
-from stretto.topology import random_events
+from stretto.topology import random_operations
 from stretto.train.loop import train
-from stretto.train.loose import LAG
+from stretto.train.step_consensus import LAG
 from stretto.virtual import train_virtually
-from stretto.virtual.consensus import StackedConsensus
-from stretto.virtual.repeated import RECORDS, one_by_one
+from stretto.virtual.local_steps import RECORDERS, run_sequentially
+from stretto.virtual.stacked_gossip import StackedConsensus
 from tests.laws.test_adpsgd import InOrder
 
 STEPS, WORKERS, EVAL_EVERY, SEED = 10, 4, 5, 5
@@ -51,7 +51,7 @@ RUNS = {
             "strategy.consensus_sample=0.2",
             "strategy.exact_every=4",
             "strategy.groups=2",
-            "strategy.every=3",  # two groups that have just met are equal
+            "strategy.every=3",  # two groups are equal right after they average
         ],
     ],
     "dpsgd": [[], ["strategy.topology=static-exponential", "strategy.segments=fine"]],
@@ -75,7 +75,7 @@ CASES = [(kind, more) for kind, runs in RUNS.items() for more in runs]
 
 
 class Wide(nn.Module):
-    """Computes in float64, with batch statistics, and a layer that is used twice."""
+    """A float64 model with batch statistics and a layer that is called twice."""
 
     def __init__(self):
         super().__init__()
@@ -93,9 +93,9 @@ class Wide(nn.Module):
 def loaded_run(folder, *more):
     data = [f"data.samples={SAMPLES}", "data.test_samples=14", "data.size=8"]
     data += [f"train.batch={BATCH}"]
-    pace = [f"train.steps={STEPS}", f"train.eval_every={EVAL_EVERY}", "train.save_every=1000"]
+    steps = [f"train.steps={STEPS}", f"train.eval_every={EVAL_EVERY}", "train.save_every=1000"]
     rate = ["optim.lr=0.05", "optim.weight_decay=0.01", "optim.decay=cosine"]
-    return load(RunConfig, None, [*data, *pace, *rate, f"run.folder={folder}", *more])
+    return load(RunConfig, None, [*data, *steps, *rate, f"run.folder={folder}", *more])
 
 
 def initial():
@@ -104,43 +104,43 @@ def initial():
 
 
 def sources(loaded):
-    return [open_source(loaded.config.data, train=part) for part in (True, False)]
+    return [open_sample_source(loaded.config.data, train=part) for part in (True, False)]
 
 
 def real(loaded, workers):
-    """Train real ranks, as threads; return their evaluations."""
+    """Train real ranks as threads; return the evaluations of rank 0."""
     model, opened = initial(), sources(loaded)
     models = [copy.deepcopy(model) for _ in range(workers)]
-    told = []
+    events = []
 
-    def on_rank(channel):
-        report = told.append if channel.rank == 0 else lambda event: None
-        prepared = Prepared(*opened, models[channel.rank])
-        world = World(channel.rank, Mesh((workers,)))
-        parts = assemble(loaded, prepared, world, channel, report)
+    def on_rank(transport):
+        report = events.append if transport.rank == 0 else lambda event: None
+        prepared = PreparedRun(*opened, models[transport.rank])
+        world = World(transport.rank, Mesh((workers,)))
+        parts = assemble(loaded, prepared, world, transport, report)
         train(replace(parts, checkpoints=None))
         parts.strategy.close()
 
-    run_local(workers, on_rank)
-    return [event for event in told if isinstance(event, EvalDone)]
+    run_threads(workers, on_rank)
+    return [event for event in events if isinstance(event, EvalDone)]
 
 
 def virtual(loaded, workers):
-    return train_virtually(loaded.config, Prepared(*sources(loaded), initial()), workers)
+    return train_virtually(loaded.config, PreparedRun(*sources(loaded), initial()), workers)
 
 
 def assert_same(loaded, workers=WORKERS):
     expected, found = real(loaded, workers), virtual(loaded, workers).evaluations
     assert len(expected) == len(found) == 2
-    for wanted, seen in zip(expected, found, strict=True):
-        assert (seen.step, seen.accuracy) == (wanted.step, wanted.accuracy)
-        for name in ("loss", "own_loss", "apart"):
-            one, other = getattr(seen, name), getattr(wanted, name)
+    for of_ranks, of_virtual in zip(expected, found, strict=True):
+        assert (of_virtual.step, of_virtual.accuracy) == (of_ranks.step, of_ranks.accuracy)
+        for name in ("loss", "local_loss", "consensus_distance"):
+            one, other = getattr(of_virtual, name), getattr(of_ranks, name)
             assert one == (None if other is None else pytest.approx(other, rel=0, abs=1e-9)), name
 
 
 @pytest.mark.parametrize(("kind", "more"), CASES, ids=[" ".join([k, *m]) for k, m in CASES])
-def test_virtual_workers_learn_what_real_ones_do(tmp_path, kind, more):
+def test_virtual_workers_give_the_evaluations_of_real_ranks(tmp_path, kind, more):
     assert_same(loaded_run(tmp_path, f"strategy.kind={kind}", "optim.momentum=0.9", *more))
 
 
@@ -148,17 +148,17 @@ LIMITED = [(kind, more) for kind, more in CASES if any("consensus_limit" in one 
 
 
 @pytest.mark.parametrize(("kind", "more"), LIMITED, ids=[" ".join([k, *m]) for k, m in LIMITED])
-def test_a_limit_that_is_compared_is_one_that_is_passed(tmp_path, monkeypatch, kind, more):
-    """Else the comparison above would say nothing about what follows from it."""
-    asked, end = [], StackedConsensus.end
+def test_the_consensus_limits_compared_above_are_exceeded(tmp_path, monkeypatch, kind, more):
+    """Otherwise the comparison above would not cover the exact averages that follow."""
+    due, end = [], StackedConsensus.end
 
-    def note(self, step, *, met):
-        end(self, step, met=met)
-        asked.append(self.asks)
+    def note(self, step, *, has_averaged):
+        end(self, step, has_averaged=has_averaged)
+        due.append(self.is_exact_average_due)
 
     monkeypatch.setattr(StackedConsensus, "end", note)
     virtual(loaded_run(tmp_path, f"strategy.kind={kind}", "optim.momentum=0.9", *more), WORKERS)
-    assert any(asked)
+    assert any(due)
 
 
 @pytest.mark.parametrize(
@@ -172,37 +172,37 @@ def test_a_limit_that_is_compared_is_one_that_is_passed(tmp_path, monkeypatch, k
     ids=" ".join,
 )
 @pytest.mark.parametrize("workers", [WORKERS, 3, 1])
-def test_in_an_order_that_is_drawn_they_learn_what_real_ones_do_in_it(
+def test_adpsgd_gives_the_evaluations_of_real_ranks_in_the_same_order(
     tmp_path, monkeypatch, workers, more
 ):
     epoch_steps = SAMPLES // BATCH + 1
-    meet = sorted({0, *range(EVAL_EVERY, STEPS + 1, EVAL_EVERY), *range(0, STEPS, epoch_steps)})
+    syncs = sorted({0, *range(EVAL_EVERY, STEPS + 1, EVAL_EVERY), *range(0, STEPS, epoch_steps)})
     order = InOrder(
-        event
-        for first, end in pairwise(meet)
-        for event in random_events(workers, end - first, SEED, first=first, ahead=LAG)
+        operation
+        for first, end in pairwise(syncs)
+        for operation in random_operations(workers, end - first, SEED, first=first, max_lead=LAG)
     )
-    attach = ADPSGD.attach
+    create = ADPSGD.__init__
 
-    def attach_in_order(self, *args):
-        self.turn = order.turn_of(self._channel.rank)
-        return attach(self, *args)
+    def create_in_order(strategy, config, transport, *args, **more):
+        create(strategy, config, transport, *args, **more)
+        strategy.operation_gate = order.turn_of(transport.rank)
 
-    monkeypatch.setattr(ADPSGD, "attach", attach_in_order)
+    monkeypatch.setattr(ADPSGD, "__init__", create_in_order)
     adpsgd = ["strategy.kind=adpsgd", f"strategy.seed={SEED}"]
     assert_same(loaded_run(tmp_path, *adpsgd, *more), workers)
 
 
-def test_another_seed_is_another_order(tmp_path):
+def test_the_seed_determines_the_order_of_adpsgd(tmp_path):
     one, same, other = (
         virtual(loaded_run(tmp_path, "strategy.kind=adpsgd", f"strategy.seed={seed}"), WORKERS)
         for seed in (1, 1, 2)
     )
     assert one.losses == same.losses != other.losses
-    assert len(one.losses) == len(one.apart) == STEPS
+    assert len(one.losses) == len(one.consensus_distances) == STEPS
 
 
-def test_every_strategy_is_compared():
+def test_every_strategy_is_compared_with_real_ranks():
     assert {*RUNS, "adpsgd"} == set(STRATEGIES)
 
 
@@ -219,11 +219,11 @@ def test_every_strategy_is_compared():
     ],
     ids=" ".join,
 )
-def test_with_every_optimizer_and_what_else_a_step_has(tmp_path, kind, more):
+def test_evaluations_match_with_every_optimizer_and_train_setting(tmp_path, kind, more):
     assert_same(loaded_run(tmp_path, f"strategy.kind={kind}", *more))
 
 
-def test_one_worker_and_workers_of_unequal_shares(tmp_path):
+def test_evaluations_match_for_one_worker_and_for_unequal_shares(tmp_path):
     loaded = loaded_run(tmp_path, "strategy.kind=crossover")
     assert_same(loaded, workers=1)
     assert_same(loaded, workers=3)
@@ -239,36 +239,38 @@ def test_one_worker_and_workers_of_unequal_shares(tmp_path):
     ],
     ids=" ".join,
 )
-def test_steps_that_are_recorded_once_and_repeated_are_the_same(tmp_path, monkeypatch, more):
-    """The last step of an epoch is smaller, and is none of those."""
-    loaded, times = loaded_run(tmp_path, *more), []
+def test_replaying_a_captured_step_gives_the_same_losses(tmp_path, monkeypatch, more):
+    """The last step of an epoch has fewer samples, so it is not replayed."""
+    loaded, replays = loaded_run(tmp_path, *more), []
     expected = virtual(loaded, WORKERS)
 
     def record(lanes):
-        again = one_by_one(lanes)
-        again()  # to be recorded is to be done, and must leave no trace
-        return lambda: (times.append(1), again())
+        replay = run_sequentially(lanes)
+        replay()  # recording runs the step once, which must leave no trace
+        return lambda: (replays.append(1), replay())
 
-    monkeypatch.setitem(RECORDS, "cpu", record)
+    monkeypatch.setitem(RECORDERS, "cpu", record)
     found = virtual(loaded, WORKERS)
-    assert len(times) == STEPS - STEPS // 3
+    assert len(replays) == STEPS - STEPS // 3
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     for one, other in zip(found.evaluations, expected.evaluations, strict=True):
-        assert (one.loss, one.apart or 0) == pytest.approx((other.loss, other.apart or 0), rel=1e-9)
+        assert (one.loss, one.consensus_distance or 0) == pytest.approx(
+            (other.loss, other.consensus_distance or 0), rel=1e-9
+        )
 
 
-def test_how_far_models_are_apart_is_seen_all_along(tmp_path):
+def test_the_consensus_distance_is_measured_throughout_a_run(tmp_path):
     outcome = virtual(loaded_run(tmp_path, "strategy.kind=crossover"), WORKERS)
-    assert [step for step, _ in outcome.apart] == list(range(1, STEPS + 1))
-    assert outcome.apart[-1] == (STEPS, outcome.evaluations[-1].apart)
-    assert virtual(loaded_run(tmp_path), WORKERS).apart == ()
+    assert [step for step, _ in outcome.consensus_distances] == list(range(1, STEPS + 1))
+    assert outcome.consensus_distances[-1] == (STEPS, outcome.evaluations[-1].consensus_distance)
+    assert virtual(loaded_run(tmp_path), WORKERS).consensus_distances == ()
     long = virtual(loaded_run(tmp_path, "strategy.kind=sgp", "train.steps=120"), WORKERS)
-    assert [step for step, _ in long.apart] == list(range(3, 121, 3))
+    assert [step for step, _ in long.consensus_distances] == list(range(3, 121, 3))
 
 
-def test_a_loss_that_is_not_finite_is_an_outcome(tmp_path):
+def test_a_loss_that_is_not_finite_ends_the_run_without_an_error(tmp_path):
     outcome = virtual(loaded_run(tmp_path, "strategy.kind=sgp", "optim.lr=1e200"), WORKERS)
-    assert "not finite" in outcome.diverged
+    assert "not finite" in outcome.stop_reason
     assert len(outcome.losses) < STEPS
 
 
@@ -286,10 +288,10 @@ SHARING = ["optim.kind=lars", "optim.norm_group=2"]
         (["strategy.kind=local_sgd", *SHARING], 4, "norm_group = 2: .* leave norm_group out"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_can(tmp_path, more, workers, says):
+def test_unsupported_settings_are_refused_with_an_alternative(tmp_path, more, workers, says):
     with pytest.raises(ConfigError, match=says):
         virtual(loaded_run(tmp_path, *more), workers)
 
 
-def test_one_model_of_all_has_the_norms_of_every_group(tmp_path):
-    assert not virtual(loaded_run(tmp_path, *SHARING), WORKERS).diverged
+def test_norm_group_is_allowed_where_all_workers_share_one_replica(tmp_path):
+    assert not virtual(loaded_run(tmp_path, *SHARING), WORKERS).stop_reason

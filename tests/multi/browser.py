@@ -1,4 +1,4 @@
-"""A real browser, without a screen."""
+"""Run a real browser (headless Chromium)."""
 
 import subprocess
 from pathlib import Path
@@ -20,7 +20,7 @@ _FLAGS = [
 
 
 def opened(page: Path) -> str:
-    """Return the document that ``page`` has become once its scripts have run."""
+    """Return the DOM of ``page`` after its scripts have run."""
     require("chromium")
     done = subprocess.run(
         ["chromium", *_FLAGS, f"--user-data-dir={page.parent / 'profile'}", page.as_uri()],

@@ -1,4 +1,4 @@
-"""What a test needs of the machine: where that is missing the test is skipped, in CI it fails."""
+"""Requirements of tests: if a tool is missing, a test is skipped, but fails in CI."""
 
 import os
 import shutil
@@ -7,9 +7,12 @@ import pytest
 
 
 def require(*tools: str, root: bool = False, path: str | None = None) -> None:
-    """Go on only where the tools are found, and this is root if it must be; CI has all of them.
+    """Skip the test if a tool or root is missing; in CI, fail it.
 
-    ``path`` is where to look, if not in PATH.
+    Args:
+        tools: The commands that the test needs.
+        root: Whether the test needs root.
+        path: Where to look for the tools; None: in PATH.
     """
     missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
     if root and os.geteuid():

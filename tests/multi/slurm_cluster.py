@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: its own munge, ports, folders; nothing system-wide.
+"""A real Slurm of two nodes on this machine, with its own munge, ports and folders.
 
 Two partitions share the nodes: jobs in ``high`` preempt those in ``low``, which are requeued.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue")
 CPUS_PER_NODE = 4
-"""Claimed, not there: what matters is where ranks are put, not how fast they are."""
+"""Claimed, not real: the tests need ranks on nodes, not speed."""
 
 CONFIG = """\
 ClusterName=box
@@ -56,18 +56,20 @@ PartitionName=high Nodes=n[1-2] MaxTime=60 PriorityTier=10 PreemptMode=OFF
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The running daemons, seen from a client."""
+    """The running daemons, as a client sees them."""
 
     folder: Path
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return our environment without a launcher's words, and with the way to this Slurm."""
+        """Return our environment without a launcher's variables, and with the path to this
+        Slurm.
+        """
         ours = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
         return {**ours, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def call(self, *command: str, timeout_s: float = 60.0) -> str:
-        """Run a client command; return its output, raise with it when it fails."""
+        """Run a client command; return its output, or raise with it if the command fails."""
         done = subprocess.run(
             command,
             env=self.environ,
@@ -80,12 +82,12 @@ class Cluster:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what the controller knows of a job, as a dictionary."""
-        words = self.call("scontrol", "show", "job", "-o", number).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """Return what the controller reports about a job, as a dictionary."""
+        fields = self.call("scontrol", "show", "job", "-o", number).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait_for(self, number: str, *states: str, timeout_s: float = 90.0) -> dict[str, str]:
-        """Return the job once it is in one of ``states``."""
+        """Wait until the job is in one of ``states`` and return it."""
         deadline_s = time.monotonic() + timeout_s
         while (job := self.job(number))["JobState"] not in states:
             assert time.monotonic() < deadline_s, f"still {job['JobState']}: {job}\n{self.logs()}"
@@ -101,13 +103,13 @@ class Cluster:
 
 
 def search_path() -> str:
-    """Return where Slurm's programs are: its daemons are not in everybody's PATH."""
+    """Return a PATH with Slurm's programs; the daemons are often not on PATH."""
     return f"{os.environ['PATH']}:/usr/sbin"
 
 
 @contextmanager
 def running_slurm(folder: Path) -> Iterator[Cluster]:
-    """Start munge, the controller and two nodes; end all of them, and their jobs, afterwards."""
+    """Start munge, the controller and two nodes; stop all of them and their jobs afterwards."""
     cluster = Cluster(folder)
     (folder / "state").mkdir()
     ports = _free_ports(3)
@@ -144,8 +146,8 @@ def _munge(folder: Path) -> subprocess.Popen[bytes]:
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    places = {"socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
-    options = [f"--{name}={folder / place}" for name, place in places.items()]
+    files = {"socket": "munge.socket", "pid-file": "munge.pid", "seed-file": "munge.seed"}
+    options = [f"--{name}={folder / file}" for name, file in files.items()]
     command = ["munged", "--foreground", "--force", f"--key-file={key}", *options]
     command.append(f"--log-file={folder / 'munge.log'}")
     daemon = _start(command, dict(os.environ), folder / "start.log")

@@ -1,4 +1,4 @@
-"""A run of a few seconds for tests to start in every way there is, and the weights it ends with."""
+"""A run of a few seconds, for tests that start it in different ways and compare its weights."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stretto.checkpoint import load_one
+from stretto.checkpoint import load_checkpoint
 
 STEPS = 12
 RUN = f"""
@@ -23,7 +23,7 @@ width = 8
 [optim]
 lr = 0.02
 [strategy]
-fusion = "2KB"
+bucket_bytes = "2KB"
 algorithm = "native, ring from 1KB"
 [train]
 batch = 20
@@ -47,7 +47,7 @@ def train(
     start: Sequence[str] = STRETTO,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[str, Tensors]:
-    """Train behind ``start``; return what was said on stderr and the last checkpoint's tensors."""
+    """Train with the prefix ``start``; return stderr and the tensors of the last checkpoint."""
     done = subprocess.run(
         [*start, "train", "run.toml", f"run.name={name}", *more],
         cwd=folder,
@@ -61,18 +61,25 @@ def train(
     return done.stderr, last_tensors(folder, name)
 
 
-def stretto(folder: Path, *words: str, limit_s: float = 120) -> "subprocess.CompletedProcess[str]":
-    """Run one verb in ``folder``; return how it ended and what it said."""
+def stretto(
+    folder: Path, *arguments: str, limit_s: float = 120
+) -> "subprocess.CompletedProcess[str]":
+    """Run a stretto command in ``folder``; return its exit status and output."""
     return subprocess.run(
-        [*STRETTO, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=limit_s
+        [*STRETTO, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=limit_s,
     )
 
 
 def last_tensors(folder: Path, name: str) -> Tensors:
-    """Return the state that the whole run ended with."""
-    return load_one(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08}").tensors
+    """Return the tensors of the run's final checkpoint."""
+    return load_checkpoint(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08}").tensors
 
 
 def same(one: Tensors, other: Tensors) -> bool:
-    """Say whether two states are equal bit for bit."""
+    """Return whether two states are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)

@@ -1,4 +1,4 @@
-"""``stretto calibrate`` with real ranks: a file that is read back, and added to."""
+"""``stretto calibrate`` on two ranks: it writes a cluster description, and updates one."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.sim.cluster import load_cluster
+from stretto.simulator.cluster import load_cluster
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
@@ -26,11 +26,11 @@ def calibrate(folder: Path) -> str:
     return done.stdout
 
 
-def test_a_description_is_written_and_the_next_calibration_is_added_to_it(tmp_path):
+def test_a_description_is_written_and_updated_by_the_next_calibration(tmp_path):
     path = tmp_path / "cluster.toml"
-    said = calibrate(tmp_path)
+    output = calibrate(tmp_path)
     first = load_cluster(path)
-    assert first.to_toml() in said
+    assert first.to_toml() in output
     assert first.mesh == Mesh((2,))
     figures = (first.inside.bytes_per_s, first.cpu.s_per_byte_inside, first.cpu.s_per_byte_added)
     assert all(figure > 0 for figure in figures)
@@ -41,5 +41,5 @@ def test_a_description_is_written_and_the_next_calibration_is_added_to_it(tmp_pa
     second = load_cluster(path)
     assert (second.name, second.tables) == ("mine", {"2x4": "ring"})
     assert second.mesh == Mesh((2,))
-    assert second.between == first.between  # there is one host: nothing was met there
-    assert second.inside != first.inside  # measured anew
+    assert second.between == first.between  # with one host nothing is measured between hosts
+    assert second.inside != first.inside  # measured again

@@ -1,4 +1,4 @@
-"""A drawn schedule in a real browser: every arrow and label is there to be seen."""
+"""A drawn schedule in a real browser: every arrow and label is visible."""
 
 import json
 import re
@@ -7,9 +7,9 @@ from html import unescape
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.report.drawing.diagram import diagram
-from stretto.report.drawing.svg import draw_svg
+from stretto.collectives.algorithms import ALLREDUCE
+from stretto.report.schedule_diagram import make_diagram
+from stretto.report.schedule_svg import draw_svg
 from tests.multi.browser import opened
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
@@ -44,7 +44,7 @@ def looked_at(svg: str, folder) -> dict[str, object]:
 
 def test_a_browser_shows_every_arrow_and_label_in_the_colour_of_its_lane(tmp_path):
     mesh = Mesh((2, 2))
-    shown = diagram(ALLREDUCE["hierarchical"](mesh, 2), mesh, "allreduce")
+    shown = make_diagram(ALLREDUCE["hierarchical"](mesh, 2), mesh, "allreduce")
     assert looked_at(draw_svg(shown), tmp_path) == {
         "arrows": len(shown.messages),
         "labels": len(shown.messages),
@@ -56,7 +56,7 @@ def test_a_browser_shows_every_arrow_and_label_in_the_colour_of_its_lane(tmp_pat
 def test_a_browser_opens_the_file_itself_without_complaint(tmp_path):
     mesh = Mesh((4,))
     file = tmp_path / "ring.svg"
-    file.write_text(draw_svg(diagram(ALLREDUCE["ring"](mesh, 1), mesh, "allreduce")))
+    file.write_text(draw_svg(make_diagram(ALLREDUCE["ring"](mesh, 1), mesh, "allreduce")))
     document = opened(file)
     assert "parsererror" not in document
     assert document.count('class="message"') == 24

@@ -1,4 +1,4 @@
-"""Ranks that hang, launchers that die, saves that take long; ``make campaign`` tries many more."""
+"""Ranks that hang, launchers that die, slow saves; ``make campaign`` runs many more trials."""
 
 import signal
 import subprocess
@@ -41,42 +41,43 @@ job.wait()
 def test_a_killed_launcher_leaves_no_process():
     trials = list(launcher_kills.campaign(count=2, seed=11))
     assert [trial.alive_after_5_s for trial in trials] == [0, 0]
-    # The second kill is in mid-training: ranks and their decoders were there.
+    # The second kill is during training: ranks and their decoders were running.
     assert trials[1].processes_before > 4
 
 
-def test_without_the_kernel_s_signal_ranks_end_by_themselves(tmp_path):
-    # Nothing is on this PATH, so ranks start without setpriv's parent-death signal.
+def test_without_the_parent_death_signal_ranks_end_by_themselves(tmp_path):
+    # setpriv is not on this PATH, so ranks start without the parent-death signal.
     _, training = launcher_kills.campaign(count=2, seed=12, path=str(tmp_path))
     assert training.alive_after_5_s == 0
 
 
-def test_a_campaign_that_is_cut_takes_its_job_along(tmp_path):
+def test_a_job_ends_with_the_campaign_that_started_it(tmp_path):
     command = [sys.executable, "-c", CAMPAIGN, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as campaign:
         job = psutil.Process(int(campaign.stdout.readline()))
         processes = [job, *job.children(recursive=True)]
         campaign.kill()
     assert len(processes) > 4
-    await_true(lambda: not any(map(lives, processes)), 10, "the end of the job")
+    await_true(lambda: not any(map(is_running, processes)), 10, "the end of the job")
 
 
-def lives(process):
+def is_running(process):
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def test_a_rank_that_hangs_is_named_in_time():
+def test_a_rank_that_hangs_is_reported_in_time():
     (trial,) = rank_stops.campaign(count=1, seed=11)
     assert trial.passed, trial
 
 
-def test_ranks_that_wait_for_a_long_save_are_not_given_up(tmp_path):
+def test_ranks_that_wait_for_a_slow_save_are_not_reported_as_silent(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW_TO_SAVE)
     (tmp_path / "run.toml").write_text(
-        '[run]\nthreads = 1\nsilence_s = 3.0\n[model]\nkind = "custom"\ntarget = "slow:build"\n'
+        "[run]\nthreads = 1\nheartbeat_timeout_s = 3.0\n"
+        '[model]\nkind = "custom"\ntarget = "slow:build"\n'
         "[data]\nsamples = 40\nsize = 16\n[train]\nbatch = 20\nsteps = 2\n"
     )
     command = [sys.executable, "-m", "stretto", "train", "run.toml", "--workers", "2"]
@@ -85,19 +86,19 @@ def test_ranks_that_wait_for_a_long_save_are_not_given_up(tmp_path):
     assert "silent" not in done.stderr
 
 
-@pytest.mark.parametrize("word", ["TERM", "USR1"])
-def test_a_signal_before_torch_is_even_imported_is_a_stop_and_not_a_death(tmp_path, word):
+@pytest.mark.parametrize("signal_name", ["TERM", "USR1"])
+def test_a_signal_before_the_import_of_torch_is_a_stop_request(tmp_path, signal_name):
     (tmp_path / "run.toml").write_text("[data]\nsamples = 40\nsize = 16\n[train]\nbatch = 20\n")
     command = [sys.executable, "-m", "stretto", "train", "run.toml"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as alone:
-        await_true(lambda: holds_signals_back(alone.pid), 60, "signals held back")
-        alone.send_signal(signal.Signals[f"SIG{word}"])
-        said = alone.communicate(timeout=60)[1]
-    assert (alone.returncode, said.count("Traceback")) == (75, 0), said
-    assert f"stopped by {word} before the first step" in said
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        await_true(lambda: has_blocked_signals(process.pid), 60, "signals held back")
+        process.send_signal(signal.Signals[f"SIG{signal_name}"])
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, said.count("Traceback")) == (75, 0), said
+    assert f"stopped by {signal_name} before the first step" in said
 
 
-def holds_signals_back(pid):
+def has_blocked_signals(pid):
     status = Path(f"/proc/{pid}/status").read_text()
     blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk"))[8:], 16)
     return bool(blocked & 1 << (signal.SIGTERM - 1))

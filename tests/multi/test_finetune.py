@@ -1,4 +1,4 @@
-"""Fine-tuning as real processes: another head and rate, a resumption without the source."""
+"""Fine-tuning with real processes: another head and rate, and a resume without the source."""
 
 import json
 import shutil
@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from stretto.checkpoint import load_at
+from stretto.checkpoint import find_and_load
 from stretto.telemetry.events import RunStarted, from_record
-from stretto.train.export import export_backbone
+from stretto.train.finetune import export_backbone
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
@@ -30,7 +30,7 @@ batch = 20
 steps = 2
 """
 TUNED = ["run.name=tuned", "model.classes=3", "data.classes=3", "optim.lr=1e-9", "run.seed=5"]
-HEAD = 'init.fresh=["head.*"]'
+HEAD = 'init.newly_initialised=["head.*"]'
 
 
 def stretto_train(folder, *arguments):
@@ -44,40 +44,42 @@ def stretto_train(folder, *arguments):
 
 
 def weights_of(folder, name):
-    _, state = load_at(folder / "runs" / name, log=pytest.fail)
-    return state.step, state.under("model")
+    _, state = find_and_load(folder / "runs" / name, log=pytest.fail)
+    return state.step, state.tensors_under("model")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder that holds a run of one rank and one of two that began with its weights."""
-    place = tmp_path_factory.mktemp("tuning")
-    (place / "run.toml").write_text(RUN)
-    done = stretto_train(place, "run.name=first")
+    """Return a folder with a run of one rank, and a run of two ranks initialised from it."""
+    base = tmp_path_factory.mktemp("tuning")
+    (base / "run.toml").write_text(RUN)
+    done = stretto_train(base, "run.name=first")
     assert done.returncode == 0, done.stderr
-    done = stretto_train(place, *TUNED, "init.checkpoint=runs/first", HEAD, "--workers", "2")
+    done = stretto_train(base, *TUNED, "init.checkpoint=runs/first", HEAD, "--workers", "2")
     assert done.returncode == 0, done.stderr
-    return place
+    return base
 
 
-def test_the_body_is_the_earlier_runs_and_the_head_is_new(folder):
+def test_the_body_is_that_of_the_earlier_run_and_the_head_is_new(folder):
     (_, first), (step, tuned) = weights_of(folder, "first"), weights_of(folder, "tuned")
     assert step == 2
     for name in first:
         if name.startswith("head."):
             assert tuned[name].shape[0] == 3
-        else:  # the rate is so small that training hardly moved it
+        else:  # the rate is so small that training hardly changed it
             torch.testing.assert_close(tuned[name], first[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_word_of_the_run_says_where_its_weights_are_from(folder):
+def test_the_first_event_says_where_the_weights_are_from(folder):
     lines = (folder / "runs" / "tuned" / "events.jsonl").read_text().splitlines()
     started = from_record(json.loads(lines[0]))
     assert isinstance(started, RunStarted)
-    assert started.note == ("weights from runs/first/checkpoints/step-00000002, 2 tensors fresh")
+    assert started.note == (
+        "weights from runs/first/checkpoints/step-00000002, 2 tensors newly initialised"
+    )
 
 
-def test_resumed_it_goes_on_with_its_own_weights_though_the_source_is_gone(folder, tmp_path):
+def test_a_resumed_run_needs_no_source_of_initial_weights(folder, tmp_path):
     shutil.copytree(folder / "runs" / "tuned", tmp_path / "runs" / "tuned")
     shutil.copy(folder / "run.toml", tmp_path)
     more = ["init.checkpoint=runs/first", HEAD, "train.steps=3", "--workers", "2", "--resume"]
@@ -99,7 +101,7 @@ def test_a_head_that_does_not_fit_is_refused_before_any_rank_starts(folder):
 
 
 def test_a_backbone_of_8_classes_starts_a_run_of_5(folder):
-    """The rate is too small to move a weight: what is saved at the end is what it began with."""
+    """The rate is too small to change a weight, so the final weights are the initial ones."""
     out = folder / "body.safetensors"
     exported = export_backbone(folder / "runs" / "first", out, log=pytest.fail)
     assert (exported.step, exported.head) == (2, ("head",))

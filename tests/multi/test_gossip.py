@@ -1,4 +1,4 @@
-"""Gossip as real processes: own models, one model to look at, the same bits when resumed."""
+"""Gossip in real processes: replicas differ, evaluation uses their mean, resuming is exact."""
 
 import pytest
 
@@ -7,29 +7,29 @@ from tests.multi.small_run import same, stretto, train, write_run
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 
-MEETING = ("strategy.wire=fp8", "strategy.exact_every=7", "strategy.consensus_every=1")
+AVERAGING = ("strategy.wire=fp8", "strategy.exact_every=7", "strategy.consensus_every=1")
 SHARING = ("optim=", "optim.kind=lars", "optim.lr=0.1", "optim.norm_group=3")
 WAYS = [
     (3, 1, "crossover", "strategy.delay=1"),
     (3, 1, "sgp"),
     (3, 1, "diloco", "strategy.every=3", "strategy.delay=1"),
-    (4, 2, "crossover", "strategy.delay=1", "strategy.groups=2", *MEETING),
+    (4, 2, "crossover", "strategy.delay=1", "strategy.groups=2", *AVERAGING),
     (3, 1, "crossover", "strategy.segments=fine", *SHARING),
     (4, 2, "crossover", "strategy.mix=gradients", "strategy.groups=2"),
 ]
 """Ranks, how many of them have one model, and the strategy."""
 
 
-@pytest.mark.parametrize("strategy", WAYS, ids=lambda words: " ".join(map(str, words)))
+@pytest.mark.parametrize("strategy", WAYS, ids=lambda arguments: " ".join(map(str, arguments)))
 def test_processes_gossip_and_go_on_where_they_were_stopped(tmp_path, strategy):
     workers, width, kind, *settings = strategy
     folder = write_run(tmp_path)
-    # The run file's table is one of another strategy: it is taken back first.
-    words = ["strategy=", f"strategy.kind={kind}", *settings, "--workers", str(workers)]
-    said, whole = train(folder, "whole", *words)
-    assert "ranks' own models: loss" in said
-    told = [line for line in said.splitlines() if line.startswith("step")]
-    assert any("% apart" in line for line in told) == (MEETING[0] in settings)
+    # The run file's table is of another strategy, so it is reset first.
+    arguments = ["strategy=", f"strategy.kind={kind}", *settings, "--workers", str(workers)]
+    said, whole = train(folder, "whole", *arguments)
+    assert "models of the ranks: loss" in said
+    step_lines = [line for line in said.splitlines() if line.startswith("step")]
+    assert any("% apart" in line for line in step_lines) == (AVERAGING[0] in settings)
     own = {name for name in whole if name.startswith("rank-") and "/strategy/parameters/" in name}
     assert {name.partition("/")[0] for name in own} == {f"rank-{rank}" for rank in range(workers)}
     models = [under(whole, f"rank-{rank}/strategy/parameters/") for rank in range(workers)]
@@ -38,10 +38,10 @@ def test_processes_gossip_and_go_on_where_they_were_stopped(tmp_path, strategy):
             other // width == rank // width for other in range(rank)
         ]
     assert (
-        stretto(folder, "train", "run.toml", "run.name=cut", "train.steps=5", *words).returncode
+        stretto(folder, "train", "run.toml", "run.name=cut", "train.steps=5", *arguments).returncode
         == 0
     )
-    _, resumed = train(folder, "cut", *words, "--resume")
+    _, resumed = train(folder, "cut", *arguments, "--resume")
     assert same(resumed, whole)
 
 

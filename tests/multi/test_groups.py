@@ -1,4 +1,4 @@
-"""Real processes over Gloo: the store's address, a death, and the next generation."""
+"""Real processes over Gloo: collectives, errors, a death, and the next generation."""
 
 import subprocess
 import sys
@@ -6,83 +6,83 @@ from pathlib import Path
 
 import pytest
 
-from stretto.cluster.store import hold_store
+from stretto.cluster.store import serve_store
 from stretto.errors import LaunchError
 
 pytestmark = pytest.mark.multi
 
 RANK = """
 import os, sys, torch
-from stretto.cluster.store import join_store
-from stretto.cluster.world import Meeting, Mesh, World
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.courier import Courier
-from stretto.comm.execute import execute
-from stretto.comm.recording import RecordingChannel
-from stretto.comm.gloo import open_channel
-from stretto.errors import ChannelError
+from stretto.cluster.store import start_or_connect_store
+from stretto.cluster.world import StoreAddress, Mesh, World
+from stretto.collectives.algorithms import ALLREDUCE
+from stretto.comm.collective_executor import CollectiveExecutor
+from stretto.comm.collective_executor import execute
+from stretto.comm.local_transports import RecordingTransport
+from stretto.comm.gloo import open_gloo
+from stretto.errors import TransportError
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = join_store(World(rank, Mesh((3,)), Meeting("127.0.0.1", port)))
+store = start_or_connect_store(World(rank, Mesh((3,)), StoreAddress("127.0.0.1", port)))
 
-def total(channel, algorithm):
-    mine = torch.full((1000,), float(rank + 1))
-    execute(ALLREDUCE[algorithm](channel.mesh, 2), mine, channel)
-    return mine.unique().tolist()
+def total(transport, algorithm):
+    tensor = torch.full((1000,), float(rank + 1))
+    execute(ALLREDUCE[algorithm](transport.mesh, 2), tensor, transport)
+    return tensor.unique().tolist()
 
-def wrong(channel):
-    with Courier(channel) as courier:
+def wrong(transport):
+    with CollectiveExecutor(transport) as executor:
         for name in ("ring", "hierarchical", "native"):
-            mine = torch.zeros(1000 + (rank == 1))
+            tensor = torch.zeros(1000 + (rank == 1))
             try:
-                courier.start(courier.prepare(ALLREDUCE[name](channel.mesh, 1), mine))
-            except ChannelError as failure:
+                executor.start(executor.prepare(ALLREDUCE[name](transport.mesh, 1), tensor))
+            except TransportError as failure:
                 print("differs", failure, flush=True)
 
 def nowhere():
     try:
-        open_channel(store, rank=rank, members=[0, 1, 2], generation=7, interface="nope")
-    except ChannelError as failure:
+        open_gloo(store, rank=rank, members=[0, 1, 2], generation=7, interface="nope")
+    except TransportError as failure:
         print("interface", failure, flush=True)
 
-channel = open_channel(store, rank=rank, members=[0, 1, 2], generation=0, timeout_s=30)
-print("whole", *{str(total(channel, name)) for name in ALLREDUCE}, flush=True)
-wrong(channel)
+transport = open_gloo(store, rank=rank, members=[0, 1, 2], generation=0, timeout_s=30)
+print("whole", *{str(total(transport, name)) for name in ALLREDUCE}, flush=True)
+wrong(transport)
 nowhere()
-recorder = RecordingChannel(channel)
+recorder = RecordingTransport(transport)
 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
     for name in ALLREDUCE:
         for length in (0, 1, 7, 1001):
-            mine = torch.full((length,), rank + 1, dtype=dtype)
-            execute(ALLREDUCE[name](channel.mesh, 1), mine, recorder)
-            assert mine.eq(6).all(), (dtype, name, length)
+            tensor = torch.full((length,), rank + 1, dtype=dtype)
+            execute(ALLREDUCE[name](transport.mesh, 1), tensor, recorder)
+            assert tensor.eq(6).all(), (dtype, name, length)
 recorder.sent.clear()
 for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
     for length in (1, 7, 1001):
-        execute(ALLREDUCE["ring"](channel.mesh, 1), torch.zeros(length, dtype=dtype), recorder)
+        execute(ALLREDUCE["ring"](transport.mesh, 1), torch.zeros(length, dtype=dtype), recorder)
 print("types", sum(m.num_bytes for m in recorder.sent if m.peer >= 0), flush=True)
 if rank == 1:
     os._exit(9)
 try:
-    with Courier(channel) as courier:
-        courier.agree = lambda *_errands: None  # agreed before; the death comes in the middle
-        errand = courier.prepare(ALLREDUCE["ring"](Mesh((3,)), 2), torch.zeros(1000))
+    with CollectiveExecutor(transport) as executor:
+        executor.check_same_on_all_ranks = lambda *_bound_schedules: None  # rank 1 is dead
+        bound = executor.prepare(ALLREDUCE["ring"](Mesh((3,)), 2), torch.zeros(1000))
         for _ in range(50):
-            courier.run(errand)
-except ChannelError as failure:
+            executor.run(bound)
+except TransportError as failure:
     print("error", failure, flush=True)
-channel.close()
-channel = open_channel(store, rank=rank, members=[0, 2], generation=1, timeout_s=30)
-print("rebuilt", channel.rank, *{str(total(channel, name)) for name in ALLREDUCE}, flush=True)
+transport.close()
+transport = open_gloo(store, rank=rank, members=[0, 2], generation=1, timeout_s=30)
+print("rebuilt", transport.rank, *{str(total(transport, name)) for name in ALLREDUCE}, flush=True)
 """
 
 
 @pytest.fixture(scope="module")
 def said():
-    held = hold_store()
+    server = serve_store()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(held.port)],
+            [sys.executable, "-c", RANK, str(rank), str(server.port)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,44 +98,44 @@ def test_every_algorithm_sums_over_processes(said):
     assert [lines[0] for lines in said] == ["whole [6.0]"] * 3
 
 
-def test_sizes_that_differ_are_named_on_every_rank_before_anything_is_sent(said):
+def test_different_sizes_are_named_on_every_rank_before_anything_is_sent(said):
     for lines in said:
-        told = [line for line in lines if line.startswith("differs")]
-        assert len(told) == 3
-        assert "rank 0 begins ring over 1000 x torch.float32, rank 1 ring over 1001" in told[0]
-        assert "hierarchical over 1000" in told[1]
-        assert "native over 1000" in told[2]
+        errors = [line for line in lines if line.startswith("differs")]
+        assert len(errors) == 3
+        assert "rank 0 begins ring over 1000 x torch.float32, rank 1 ring over 1001" in errors[0]
+        assert "hierarchical over 1000" in errors[1]
+        assert "native over 1000" in errors[2]
 
 
 def test_a_wrong_interface_is_named_on_every_rank(said):
     for rank, lines in enumerate(said):
-        (told,) = [line for line in lines if line.startswith("interface")]
-        assert f"rank {rank} could not join generation 7 of 3 ranks on interface nope" in told
+        (error,) = [line for line in lines if line.startswith("interface")]
+        assert f"rank {rank} could not join generation 7 of 3 ranks on interface nope" in error
 
 
-def test_every_type_and_length_travels_and_the_ring_sends_its_share(said):
-    # Twice (n-1)/n of each tensor, over the types' sizes; rounding to whole chunks evens out.
+def test_the_ring_sends_its_share_of_every_type_and_length(said):
+    # 2 (n-1)/n of each tensor by each of n = 3 ranks; rounding to whole chunks cancels out.
     whole = sum(length * (8 + 4 + 2 + 2) for length in (1, 7, 1001))
     sent = [int(line.removeprefix("types ")) for lines in said for line in lines if "types" in line]
     assert sum(sent) == 4 * whole
 
 
-def test_survivors_are_told_which_peer_they_lost(said):
+def test_survivors_get_the_rank_of_the_lost_peer(said):
     errors = {rank: next(x for x in said[rank] if x.startswith("error")) for rank in (0, 2)}
-    for told in errors.values():
-        assert "; in ring/2 for 3 ranks, round " in told
+    for error in errors.values():
+        assert "; in ring/2 for 3 ranks, round " in error
     assert errors[2].startswith("error rank 2 lost rank 1")
-    # Rank 0 hears of it from its own neighbour in the ring: whoever fell silent first for it.
+    # Rank 0 names its own neighbour in the ring, which stopped sending.
     assert errors[0].startswith("error rank 0 lost rank")
 
 
-def test_survivors_meet_again_in_the_next_generation(said):
+def test_survivors_form_the_next_generation(said):
     assert said[0][-1] == "rebuilt 0 [4.0]"
     assert said[2][-1] == "rebuilt 1 [4.0]"
 
 
 def listening(port: int) -> set[str]:
-    """Return the local addresses, in the kernel's hexadecimal, that listen on ``port``."""
+    """Return the local addresses that listen on ``port``, in the hexadecimal form of the kernel."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -146,11 +146,11 @@ def listening(port: int) -> set[str]:
     return found
 
 
-def test_a_store_listens_on_the_named_address_alone():
-    held = hold_store("127.0.0.1")
-    assert listening(held.port) == {"0100007F"}
+def test_a_store_listens_on_the_given_address_only():
+    server = serve_store("127.0.0.1")
+    assert listening(server.port) == {"0100007F"}
 
 
-def test_an_address_that_is_not_ours_is_refused():
+def test_an_address_of_another_host_is_refused():
     with pytest.raises(LaunchError, match=r"cannot listen on 198\.18\.77\.77"):
-        hold_store("198.18.77.77")
+        serve_store("198.18.77.77")

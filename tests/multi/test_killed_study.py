@@ -1,4 +1,4 @@
-"""A study of accuracy that is killed leaves no process behind, and goes on where it was."""
+"""A scaling study that is killed leaves no process behind and continues where it stopped."""
 
 import subprocess
 import sys
@@ -16,32 +16,32 @@ steps = 3
 """
 
 
-def wait_until(condition, patience_s):
-    end_s = time.monotonic() + patience_s
+def wait_until(condition, timeout_s):
+    end_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end_s, "it did not come about in time"
+        assert time.monotonic() < end_s, "the condition did not become true in time"
         time.sleep(0.05)
 
 
-def test_a_killed_study_leaves_nothing_behind_and_goes_on(tmp_path):
+def test_a_killed_study_leaves_no_process_and_continues(tmp_path):
     (tmp_path / "small.toml").write_text(RUN)
     small = ["data.samples=32", "data.test_samples=8", "data.size=8", "model.width=2"]
     points = ["--workers", "2", "--strategies", "crossover", "--factors", "1,2,4", "--seeds", "40"]
     command = [sys.executable, "-m", "stretto", "study", "workers", "small.toml", *small, *points]
-    book = tmp_path / "study" / "runs.jsonl"
+    results = tmp_path / "study" / "runs.jsonl"
 
     study = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, stderr=subprocess.DEVNULL)
-    wait_until(lambda: book.exists() and book.read_text().count("\n") >= 2, 60)
-    left = psutil.Process(study.pid).children(recursive=True)
+    wait_until(lambda: results.exists() and results.read_text().count("\n") >= 2, 60)
+    children = psutil.Process(study.pid).children(recursive=True)
     study.kill()
     study.wait()
-    assert left
-    _, alive = psutil.wait_procs(left, timeout=10)
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
-    done = book.read_text().count("\n")
+    done = results.read_text().count("\n")
     assert done < 42, "it was killed too late to show anything"
     fewer = ["2" if word == "40" else word for word in command]
     again = subprocess.run(fewer, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
-    assert "(1 runs done)" not in again.stderr, "it began anew"
+    assert "(1 runs done)" not in again.stderr, "the study started anew"

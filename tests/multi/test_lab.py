@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stretto.launch.lab.box import open_box
-from stretto.launch.lab.plan import LabSpec, address
-from stretto.launch.lab.run import run_in_lab
+from stretto.lab.namespaces import open_lab
+from stretto.lab.run_in_lab import run_in_lab
+from stretto.lab.spec import LabSpec, address
 from tests.multi.needs import require
 
 pytestmark = [pytest.mark.multi, pytest.mark.lab]
@@ -25,7 +25,9 @@ sys.stdin.read()
 
 
 def plain_store(host):
-    """Stand in for the store where no rank uses it: the real one takes seconds to import torch."""
+    """Listen instead of the store if no rank uses it: the real one takes seconds to import
+    torch.
+    """
     return [sys.executable, "-c", STORE, host]
 
 
@@ -41,7 +43,7 @@ def _logs_in_a_folder_of_the_test(tmp_path, monkeypatch):
 
 def run(spec, program, *arguments):
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return run_in_lab(spec, command, say=lambda _: None, store=plain_store)
+    return run_in_lab(spec, command, log_line=lambda _: None, store=plain_store)
 
 
 def namespaces(lab_id):
@@ -64,15 +66,15 @@ def test_every_rank_runs_on_its_host_and_rank_zero_writes_to_our_output(capfd):
 TCP = "print(open('/proc/sys/net/ipv4/tcp_congestion_control').read().strip())"
 
 
-def test_tcp_does_on_a_full_link_what_most_machines_do_whatever_this_one_prefers(capfd):
+def test_tcp_congestion_control_is_independent_of_the_machine(capfd):
     result = run(LabSpec(hosts=2), TCP)
-    told = [capfd.readouterr().out, (result.logs / "rank-1.log").read_text()]
-    assert told in (["cubic\n"] * 2, ["reno\n"] * 2)
+    algorithms = [capfd.readouterr().out, (result.logs / "rank-1.log").read_text()]
+    assert algorithms in (["cubic\n"] * 2, ["reno\n"] * 2)
 
 
 SEND = """
 import os, socket, sys, time
-from stretto.launch.lab.plan import address
+from stretto.lab.spec import address
 rank, num_bytes = int(os.environ["RANK"]), int(sys.argv[1])
 if rank == 0:
     with socket.create_server((address(0), 5000)) as listener:
@@ -95,7 +97,7 @@ else:
 SENT_BYTES = 6_000_000
 
 
-def test_a_transfer_goes_at_the_link_s_rate(capfd):
+def test_a_transfer_runs_at_the_link_s_rate(capfd):
     run(LabSpec(hosts=2, bits_per_s=100_000_000), SEND, SENT_BYTES)
     bits_per_s = 8 * float(capfd.readouterr().out)
     assert 0.70 <= bits_per_s / 100e6 <= 1.05
@@ -111,7 +113,7 @@ def test_a_transfer_is_counted_on_both_hosts():
 DATAGRAMS = """
 import os, socket, sys, time
 from pathlib import Path
-from stretto.launch.lab.plan import address
+from stretto.lab.spec import address
 ready, sent = (Path(sys.argv[1]) / name for name in ("ready", "sent"))
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
     if os.environ["RANK"] == "0":
@@ -137,7 +139,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
 
 
 @pytest.mark.parametrize(("loss", "fewest", "most"), [(0.0, 200, 200), (0.3, 100, 175)])
-def test_packets_are_lost_at_the_share_asked_for(capfd, tmp_path, loss, fewest, most):
+def test_packets_are_lost_at_the_requested_rate(capfd, tmp_path, loss, fewest, most):
     run(LabSpec(hosts=2, loss=loss), DATAGRAMS, tmp_path)
     assert fewest <= int(capfd.readouterr().out) <= most
 
@@ -150,7 +152,7 @@ time.sleep(60)
 """
 
 
-def test_the_rank_that_fails_is_named_with_its_host_and_last_words():
+def test_the_failed_rank_is_named_with_its_host_and_last_output():
     result = run(LabSpec(hosts=2, ranks_per_host=2), FAIL_ON_TWO)
     assert (result.exit_code, result.failed_rank) == (1, 2)
     assert "rank 2 on host 1 ended with exit code 1" in result.reason
@@ -171,7 +173,7 @@ dist.destroy_process_group()
 
 def test_ranks_find_each_other_through_the_store_on_the_head(capfd):
     command = [sys.executable, "-c", ALL_REDUCE]
-    result = run_in_lab(LabSpec(hosts=2), command, say=lambda _: None)
+    result = run_in_lab(LabSpec(hosts=2), command, log_line=lambda _: None)
     assert (result.exit_code, result.reason) == (0, "")
     assert capfd.readouterr().out == "3.0\n"
 
@@ -185,14 +187,17 @@ with socket.create_server((sys.argv[1], 5000)):
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 5000), timeout=5)"
 
 
-def can_connect(box):
-    command = box.command_in(1, [sys.executable, "-c", CONNECT, address(0)])
+def can_connect(lab):
+    command = lab.command_in(1, [sys.executable, "-c", CONNECT, address(0)])
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
-def test_two_labs_at_once_do_not_meet():
+def test_two_simultaneous_labs_are_isolated():
     spec = LabSpec(hosts=2)
-    with open_box(spec, say=lambda _: None) as one, open_box(spec, say=lambda _: None) as other:
+    with (
+        open_lab(spec, log_line=lambda _: None) as one,
+        open_lab(spec, log_line=lambda _: None) as other,
+    ):
         command = one.command_in(0, [sys.executable, "-c", LISTEN, address(0)])
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with subprocess.Popen(command, **pipes) as listener:
@@ -201,11 +206,11 @@ def test_two_labs_at_once_do_not_meet():
             listener.stdin.close()
 
 
-def test_a_lab_adds_nothing_to_the_machine_s_own_network_and_has_no_way_out():
+def test_a_lab_adds_nothing_to_the_machine_s_network_and_has_no_route_out():
     before = own_links()
-    with open_box(LabSpec(hosts=2), say=lambda _: None) as box:
+    with open_lab(LabSpec(hosts=2), log_line=lambda _: None) as lab:
         assert own_links() == before
-        routes = box.command_in(0, ["ip", "route"])
+        routes = lab.command_in(0, ["ip", "route"])
         shown = subprocess.run(routes, capture_output=True, text=True, check=True).stdout
     assert shown.split()[0] == "198.18.0.0/24"
     assert len(shown.splitlines()) == 1
@@ -215,8 +220,8 @@ def test_an_exception_inside_leaves_no_namespace_and_no_lock():
     seen = {}
 
     def fail_inside():
-        with open_box(LabSpec(hosts=2), say=lambda _: None) as box:
-            seen[box.names.lab_id] = namespaces(box.names.lab_id)
+        with open_lab(LabSpec(hosts=2), log_line=lambda _: None) as lab:
+            seen[lab.names.lab_id] = namespaces(lab.names.lab_id)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -229,12 +234,12 @@ def test_an_exception_inside_leaves_no_namespace_and_no_lock():
 
 LAB = """
 import sys
-from stretto.launch.lab.plan import LabSpec
-from stretto.launch.lab.run import run_in_lab
+from stretto.lab.spec import LabSpec
+from stretto.lab.run_in_lab import run_in_lab
 store = lambda host: [sys.executable, "-c", sys.argv[1], host]
 say = lambda line: print(line, file=sys.stderr, flush=True)
 command = ["sh", "-c", "setsid sleep 300 & echo $!; exec sleep 300"]
-sys.exit(run_in_lab(LabSpec(hosts=2), command, say=say, store=store).exit_code)
+sys.exit(run_in_lab(LabSpec(hosts=2), command, log_line=say, store=store).exit_code)
 """
 
 
@@ -253,14 +258,14 @@ def test_a_signal_ends_the_lab_and_leaves_nothing(number):
 
 
 def environment_of(pid):
-    """Return nothing for a process that is dead and only waits to be reaped."""
+    """Return an empty result for a process that is dead but not yet reaped."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
 
 
-def test_after_a_kill_the_next_lab_works_and_nothing_is_left():
+def test_after_a_kill_the_next_lab_works_and_clears_everything():
     command = [sys.executable, str(KILLS), "--count", "3", "--seed", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("3 passed, 0 failed\n"), done.stdout + done.stderr

@@ -11,30 +11,30 @@ from itertools import product
 
 import pytest
 
-from stretto.cluster.beats import Verdict
-from stretto.launch.pipes import Screen
+from stretto.cluster.heartbeats import FailureReport
 from stretto.launch.processes import Worker
-from stretto.launch.watch import Patience, run_workers
+from stretto.launch.supervise import LauncherTimeouts, run_workers
+from stretto.launch.worker_output import ConsoleStreams
 
 pytestmark = pytest.mark.multi
 
 FOREVER = "exec sleep 300"
 
 
-def crew(scripts, folder):
+def workers_of(scripts, folder):
     return [
         Worker(rank, ["sh", "-c", script], {}, folder / f"rank-{rank}.log")
         for rank, script in enumerate(scripts)
     ]
 
 
-def run(scripts, folder, *, said=None, screen=None, verdict=None, **patience):
+def run(scripts, folder, *, said=None, console_streams=None, failure_report=None, **timeouts):
     return run_workers(
-        crew(scripts, folder),
-        say=(said if said is not None else []).append,
-        patience=Patience(**patience),
-        screen=screen or Screen(io.StringIO(), io.StringIO()),
-        verdict=verdict,
+        workers_of(scripts, folder),
+        log_line=(said if said is not None else []).append,
+        timeouts=LauncherTimeouts(**timeouts),
+        console_streams=console_streams or ConsoleStreams(io.StringIO(), io.StringIO()),
+        failure_report=failure_report,
     )
 
 
@@ -57,7 +57,7 @@ def test_the_run_s_exit_code_is_a_failure_s_else_75_if_somebody_stopped(codes, t
     assert outcome.exit_code == (3 if 3 in codes else max(codes))
 
 
-def test_who_stops_first_after_saving_is_waited_for_not_blamed(tmp_path):
+def test_the_launcher_waits_for_the_others_when_one_rank_saved_and_stopped(tmp_path):
     gone = tmp_path / "gone"
     late = f"trap 'exit 9' TERM; {after(gone, 'sleep 0.3; exit 75')}"
     outcome = run([late, f"touch {gone}; exit 75"], tmp_path)
@@ -65,13 +65,13 @@ def test_who_stops_first_after_saving_is_waited_for_not_blamed(tmp_path):
     assert outcome.reason == "stopped on request after saving; go on with --resume"
 
 
-def test_who_goes_on_when_the_others_have_stopped_is_ended_and_named(tmp_path):
+def test_a_rank_that_goes_on_after_the_others_stopped_is_ended_and_named(tmp_path):
     said = []
     outcome = run(["exit 75", f"echo busy; {FOREVER}"], tmp_path, said=said, saving_s=0.4)
-    told = "rank 1 did not end within 0.4 s of the first that saved and stopped"
+    reason = "rank 1 did not end within 0.4 s of the first that saved and stopped"
     assert (outcome.exit_code, outcome.failed_rank) == (1, 1)
-    assert outcome.reason == f"{told}; the end of {tmp_path}/rank-1.log:\nbusy"
-    assert said == [f"{told}; ending it"]
+    assert outcome.reason == f"{reason}; the end of {tmp_path}/rank-1.log:\nbusy"
+    assert said == [f"{reason}; ending it"]
 
 
 def test_a_failure_while_others_stop_is_a_failure(tmp_path):
@@ -80,42 +80,42 @@ def test_a_failure_while_others_stop_is_a_failure(tmp_path):
     assert (outcome.exit_code, outcome.failed_rank) == (4, 1)
 
 
-def test_a_rank_that_hangs_is_blamed_with_its_own_words_though_another_ended(tmp_path):
+def test_a_rank_that_hangs_is_the_root_cause_even_if_another_ended_first(tmp_path):
     said = []
-    word = Verdict(2, "rank 2 silent for 30 s, last heard of at step 17", "silent")
+    report = FailureReport(2, "rank 2 silent for 30 s, last heartbeat at step 17", "silent")
     hung = f"trap 'echo stuck in the kitchen; exit 1' TERM; touch {tmp_path}/up; sleep 300 & wait"
     scripts = [after(tmp_path / "up", "echo lost rank 2; exit 1"), FOREVER, hung]
-    outcome = run(scripts, tmp_path, said=said, verdict=lambda: word)
+    outcome = run(scripts, tmp_path, said=said, failure_report=lambda: report)
     assert (outcome.exit_code, outcome.failed_rank) == (1, 2)
     tail = f"the end of {tmp_path}/rank-2.log:\nstuck in the kitchen"
-    assert outcome.reason == f"{word.reason}; {tail}"
+    assert outcome.reason == f"{report.reason}; {tail}"
     assert said == ["rank 2 is silent; ending the others"]
 
 
-def test_a_word_that_comes_a_moment_after_the_first_end_counts(tmp_path):
+def test_a_failure_report_shortly_after_the_first_exit_counts(tmp_path):
     looks = iter([None, None])
-    word = Verdict(1, "bad luck", "failed")
-    outcome = run(["exit 1", FOREVER], tmp_path, verdict=lambda: next(looks, word))
+    report = FailureReport(1, "bad luck", "failed")
+    outcome = run(["exit 1", FOREVER], tmp_path, failure_report=lambda: next(looks, report))
     assert outcome.failed_rank == 1
     assert outcome.reason.startswith("rank 1 failed: bad luck; it said nothing")
 
 
-def test_a_rank_killed_a_moment_after_its_victim_ended_is_blamed(tmp_path):
+def test_a_rank_killed_shortly_after_another_ended_is_the_root_cause(tmp_path):
     gone = tmp_path / "gone"
     killed = after(gone, "sleep 0.1; kill -KILL $$")
     outcome = run([f"touch {gone}; exit 1", FOREVER, killed], tmp_path)
     assert (outcome.exit_code, outcome.failed_rank) == (137, 2)
 
 
-def test_without_a_word_the_one_that_ended_is_blamed(tmp_path):
-    outcome = run([FOREVER, "exit 6"], tmp_path, verdict=lambda: None)
+def test_without_a_failure_report_the_rank_that_ended_is_the_root_cause(tmp_path):
+    outcome = run([FOREVER, "exit 6"], tmp_path, failure_report=lambda: None)
     assert (outcome.exit_code, outcome.failed_rank) == (6, 1)
 
 
-def test_a_reason_that_the_log_ends_with_is_announced_in_brief_and_told_once(tmp_path):
-    said, word = [], Verdict(1, "no room", "failed")
+def test_a_reason_that_ends_the_log_is_printed_once(tmp_path):
+    said, report = [], FailureReport(1, "no room", "failed")
     scripts = [FOREVER, "echo step 1; echo stretto: no room >&2; exit 2"]
-    outcome = run(scripts, tmp_path, said=said, verdict=lambda: word)
+    outcome = run(scripts, tmp_path, said=said, failure_report=lambda: report)
     assert said == ["rank 1 failed; ending the others"]
     assert outcome.reason == f"rank 1 failed: no room; its log is {tmp_path}/rank-1.log"
 
@@ -151,39 +151,39 @@ def test_a_rank_s_failure_is_on_the_screen_twice_and_no_more(tmp_path, error):
     assert len(re.findall(r'the soup is cold(?!")', done.stderr)) == 2, done.stderr
 
 
-def test_last_words_are_on_the_screen_and_in_the_log_when_the_end_is_judged(tmp_path):
-    screen, seen = Screen(io.StringIO(), io.StringIO()), []
+def test_the_last_output_is_on_the_screen_and_in_the_log_before_the_outcome(tmp_path):
+    console_streams, seen = ConsoleStreams(io.StringIO(), io.StringIO()), []
 
     def look(_line):
-        seen.extend([screen.stdout.getvalue(), (tmp_path / "rank-0.log").read_text()])
+        seen.extend([console_streams.stdout.getvalue(), (tmp_path / "rank-0.log").read_text()])
 
     script = "seq 10000; printf 'the very last'; exit 5"
-    run_workers(crew([script], tmp_path), say=look, screen=screen)
+    run_workers(workers_of([script], tmp_path), log_line=look, console_streams=console_streams)
     spoken = "".join(f"{number}\n" for number in range(1, 10001)) + "the very last"
     assert seen == [f"{spoken}\n", spoken]
 
 
-def test_what_two_ranks_say_together_is_one_line_on_the_screen(tmp_path):
-    screen = Screen(io.StringIO(), io.StringIO())
+def test_equal_lines_of_two_ranks_are_one_line_on_the_screen(tmp_path):
+    console_streams = ConsoleStreams(io.StringIO(), io.StringIO())
     one, two = (tmp_path / name for name in ("one", "two"))
     scripts = [
         "echo zero >&2",
         f"touch {one}; {after(two, 'echo hello')}",
         f"touch {two}; {after(one, 'echo hello')}",
     ]
-    assert run(scripts, tmp_path, screen=screen).exit_code == 0
-    assert screen.stderr.getvalue() == "zero\n[ranks 1-2] hello\n"
+    assert run(scripts, tmp_path, console_streams=console_streams).exit_code == 0
+    assert console_streams.stderr.getvalue() == "zero\n[ranks 1-2] hello\n"
 
 
-def test_a_worker_that_says_more_than_a_pipe_holds_is_not_held_up(tmp_path):
-    screen = Screen(io.StringIO(), io.StringIO())
+def test_a_worker_that_prints_more_than_a_pipe_holds_does_not_block(tmp_path):
+    console_streams = ConsoleStreams(io.StringIO(), io.StringIO())
     flood = "yes 'the same again' | head -c 3000000"
-    assert run(["true", flood], tmp_path, screen=screen).exit_code == 0
+    assert run(["true", flood], tmp_path, console_streams=console_streams).exit_code == 0
     assert (tmp_path / "rank-1.log").stat().st_size == 3_000_000
-    assert len(screen.stderr.getvalue().splitlines()) < 1000
+    assert len(console_streams.stderr.getvalue().splitlines()) < 1000
 
 
-def test_a_process_that_a_worker_left_with_its_pipe_does_not_keep_us(tmp_path):
+def test_a_process_that_inherited_a_worker_pipe_does_not_block_the_launcher(tmp_path):
     left = tmp_path / "pid"
     began_s = time.monotonic()
     try:
@@ -197,29 +197,29 @@ def test_a_process_that_a_worker_left_with_its_pipe_does_not_keep_us(tmp_path):
 
 LAUNCHER = """
 import json, os, pathlib, sys
-from stretto.launch.processes import Crew, Worker
-from stretto.launch.watch import Patience, run_workers
-scripts, patience, is_deaf, held_up_by = json.loads(sys.argv[1])
+from stretto.launch.processes import WorkerGroup, Worker
+from stretto.launch.supervise import LauncherTimeouts, run_workers
+scripts, timeouts, is_deaf, held_up_by = json.loads(sys.argv[1])
 def say(line):
     if is_deaf:
         raise OSError(5, "the terminal hung up")
-def kill(crew, at_once=Crew.kill):
+def kill(group, at_once=WorkerGroup.kill):
     pathlib.Path(held_up_by).touch()
-    for process in crew._processes.values():
+    for process in group._processes.values():
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    at_once(crew)
+    at_once(group)
 if held_up_by:
-    Crew.kill = kill
+    WorkerGroup.kill = kill
 workers = [Worker(rank, ["sh", "-c", script], {}) for rank, script in enumerate(scripts)]
-outcome = run_workers(workers, say=say, patience=Patience(**patience))
+outcome = run_workers(workers, log_line=say, timeouts=LauncherTimeouts(**timeouts))
 print(outcome.reason)
 sys.exit(outcome.exit_code)
 """
 ON = "while :; do sleep 0.02; done"
 
 
-def launch(scripts, *, is_deaf=False, held_up_by="", **patience):
-    arguments = json.dumps([scripts, patience, is_deaf, held_up_by])
+def launch(scripts, *, is_deaf=False, held_up_by="", **timeouts):
+    arguments = json.dumps([scripts, timeouts, is_deaf, held_up_by])
     command = [sys.executable, "-c", LAUNCHER, arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -243,11 +243,11 @@ def saver(ready, name="TERM", *, code=75):
 
 
 @pytest.mark.parametrize(
-    ("name", "heard_as"), [("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("INT", "INT")]
+    ("name", "forwarded_as"), [("TERM", "TERM"), ("HUP", "TERM"), ("USR1", "USR1"), ("INT", "INT")]
 )
-def test_workers_that_save_on_a_signal_end_the_run_with_75(tmp_path, name, heard_as):
+def test_workers_that_save_on_a_signal_end_the_run_with_75(tmp_path, name, forwarded_as):
     ready = [tmp_path / str(rank) for rank in range(2)]
-    launcher = launch([saver(path, heard_as) for path in ready])
+    launcher = launch([saver(path, forwarded_as) for path in ready])
     code, reason = stop(launcher, signal.Signals[f"SIG{name}"], when=[ready])
     assert (code, reason) == (75, f"stopped by {name} after saving; go on with --resume")
 
@@ -270,7 +270,7 @@ def test_a_terminal_that_hung_up_does_not_keep_workers_from_saving(tmp_path):
     assert stop(launcher, signal.SIGHUP, when=[[ready]])[0] == 75
 
 
-def test_who_does_not_end_within_the_patience_is_killed(tmp_path):
+def test_a_worker_that_does_not_end_in_time_is_killed(tmp_path):
     ready = [tmp_path / str(rank) for rank in range(2)]
     launcher = launch([saver(ready[0]), f"trap '' TERM; echo > {ready[1]}; {ON}"], saving_s=1.0)
     code, reason = stop(launcher, signal.SIGTERM, when=[ready])
@@ -279,28 +279,30 @@ def test_who_does_not_end_within_the_patience_is_killed(tmp_path):
 
 
 def test_a_second_signal_kills_at_once(tmp_path):
-    ready, heard = tmp_path / "ready", tmp_path / "heard"
-    deaf = f"trap 'echo > {heard}' TERM; echo > {ready}; {ON}"
+    ready, received = tmp_path / "ready", tmp_path / "received"
+    deaf = f"trap 'echo > {received}' TERM; echo > {ready}; {ON}"
     numbers = (signal.SIGTERM, signal.SIGINT)
-    code, reason = stop(launch([deaf], saving_s=300), *numbers, when=[[ready], [heard]])
+    code, reason = stop(launch([deaf], saving_s=300), *numbers, when=[[ready], [received]])
     assert code == 128 + signal.SIGTERM
     assert reason == "ended by TERM; rank 0 killed at once on INT"
 
 
-def test_who_saved_and_ended_before_the_kill_of_a_second_signal_has_saved(tmp_path):
+def test_workers_that_saved_before_the_kill_of_a_second_signal_count_as_saved(tmp_path):
     # The launcher is held up between its last look and the kill, and both ranks end meanwhile.
-    ready, heard = ([tmp_path / f"{what}-{rank}" for rank in range(2)] for what in ("up", "heard"))
+    ready, received = (
+        [tmp_path / f"{what}-{rank}" for rank in range(2)] for what in ("up", "received")
+    )
     look_again = tmp_path / "second"
     scripts = [
         f"trap 'echo > {h}; {after(look_again, 'exit 75')}' INT; echo > {r}; {ON}"
-        for r, h in zip(ready, heard, strict=True)
+        for r, h in zip(ready, received, strict=True)
     ]
     launcher = launch(scripts, held_up_by=str(look_again), saving_s=300)
-    code, reason = stop(launcher, signal.SIGINT, signal.SIGINT, when=[ready, heard])
+    code, reason = stop(launcher, signal.SIGINT, signal.SIGINT, when=[ready, received])
     assert (code, reason) == (75, "stopped by INT after saving; go on with --resume")
 
 
-def test_when_one_fails_while_saving_the_others_are_not_given_the_whole_patience(tmp_path):
+def test_when_one_worker_fails_while_saving_the_others_are_killed_earlier(tmp_path):
     ready = [tmp_path / str(rank) for rank in range(2)]
     scripts = [saver(ready[0], code=7), f"trap '' TERM; echo > {ready[1]}; {ON}"]
     launcher = launch(scripts, saving_s=300, failing_s=0.2)

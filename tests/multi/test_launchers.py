@@ -9,7 +9,7 @@ from tests.multi.small_run import STRETTO, same, train, write_run
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
-FIXED = ("run.trace=false", "strategy.cuts=[1, 1, 1, 1, 1, 1, 2]")
+FIXED = ("run.trace=false", "strategy.bucket_lengths=[1, 1, 1, 1, 1, 1, 2]")
 
 
 @pytest.fixture(scope="module")
@@ -36,26 +36,26 @@ def test_torchrun_gives_the_same_bits_with_either_rendezvous(folder, launched, r
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
     start = [*torchrun, *where[rendezvous], "-m", "stretto"]
-    told, tensors = train(folder, rendezvous, *FIXED, start=start)
+    output, tensors = train(folder, rendezvous, *FIXED, start=start)
     assert same(tensors, launched)
-    assert "4 workers on 1 host" in told
+    assert "4 workers on 1 host" in output
 
 
 def test_srun_on_two_nodes_gives_the_same_bits(folder, launched, slurm):
     start = ["srun", "-N2", "-n4", *STRETTO]
-    told, tensors = train(folder, "srun", *FIXED, start=start, environ=slurm.environ)
+    output, tensors = train(folder, "srun", *FIXED, start=start, environ=slurm.environ)
     assert same(tensors, launched)
-    assert "4 workers on 2 hosts" in told
+    assert "4 workers on 2 hosts" in output
 
 
 def test_srun_with_uneven_nodes_knows_its_mesh(folder, slurm):
     start = ["srun", "-N2", "-n3", *STRETTO]
-    told, _ = train(folder, "uneven", *FIXED, start=start, environ=slurm.environ)
-    assert "3 workers on 2 hosts" in told
+    output, _ = train(folder, "uneven", *FIXED, start=start, environ=slurm.environ)
+    assert "3 workers on 2 hosts" in output
 
 
 def test_mpirun_gives_the_same_bits(folder, launched, mpirun):
     start = [*mpirun, "-n", "4", *STRETTO]
-    told, tensors = train(folder, "mpirun", *FIXED, start=start)
+    output, tensors = train(folder, "mpirun", *FIXED, start=start)
     assert same(tensors, launched)
-    assert "4 workers on 1 host" in told
+    assert "4 workers on 1 host" in output

@@ -1,10 +1,10 @@
-"""The page of a plan in a real browser: its own policy lets its own script draw."""
+"""The page of a plan in a real browser: its security policy allows its own script."""
 
 import pytest
 
-from stretto.report.planned import write_plan_page
+from stretto.report.plan_page import write_plan_page
 from tests.multi.browser import opened
-from tests.unit.report.test_planned import page_of
+from tests.unit.report.test_plan_page import page_of
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
 

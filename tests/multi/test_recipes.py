@@ -1,4 +1,4 @@
-"""Every published run really runs: 4 workers, 2 images each, 3 steps, rates of the full batch."""
+"""Every recipe runs: 4 workers, 2 images each, 3 steps, with the rates of the full batch."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.model import build_model
+from stretto.models import build_model
 from stretto.recipes import RECIPES, find_recipe, load_run
 from tests.imagenet import write_imagenet
 from tests.multi.small_run import stretto
@@ -26,7 +26,7 @@ def ten_classes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_s_model_takes_its_images_at_their_published_size(name):
+def test_a_recipe_s_model_accepts_images_of_the_published_size(name):
     config = load_run(Path(name)).config
     size = config.data.size
     model = build_model(config.model, seed=0).to("meta")
@@ -39,12 +39,12 @@ AT_FULL_SIZE = ("resnet50_1hour", "alexnet_4min")
 
 
 def smaller_images(name, tables):
-    """Return settings for images of 64 pixels at most, but for one recipe of each model."""
+    """Return settings for images of 64 pixels at most, except for one recipe of each model."""
     return [] if name in AT_FULL_SIZE or tables["data"].get("size", 224) <= 64 else ["data.size=64"]
 
 
 ONLY_OTHER_GROUPS = ("crossover_86k_groups8", "crossover_86k_groups16")
-"""They differ from one that is trained in a number, which four workers cannot have."""
+"""They differ from a tested recipe only in a number that four workers cannot have."""
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ONLY_OTHER_GROUPS])

@@ -1,10 +1,10 @@
-"""The report in a real browser: its own policy lets its own script draw, and nothing else."""
+"""The report in a real browser: its security policy allows its own script."""
 
 import pytest
 
 from stretto.report.html import write_report
 from tests.multi.browser import opened
-from tests.unit.report.made_up import run
+from tests.unit.report.examples import run
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(120)]
 

@@ -1,4 +1,4 @@
-"""A job killed at any step and resumed ends with the bits of one that nobody disturbed."""
+"""A job that is killed at any step and resumed ends with the same bits as an undisturbed one."""
 
 import pytest
 
@@ -10,6 +10,6 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(400)]
 def test_kills_at_random_steps_change_nothing():
     trials = list(campaign(count=2, seed=11))
     assert [trial.equal for trial in trials] == [True] * 2
-    # The kills were real: work was lost, and the run went on from a checkpoint.
+    # The kills had an effect: steps were lost, and the run resumed from a checkpoint.
     assert all(0 <= trial.resumed_at_step < STEPS for trial in trials)
     assert any(trial.resumed_at_step > 0 for trial in trials)

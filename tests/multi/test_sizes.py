@@ -1,4 +1,4 @@
-"""A run of four ranks, stopped and resumed by four, three and two: the same batches and losses."""
+"""A run of four ranks, resumed with four, three and two: the same batches and losses."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stretto.config import load
-from stretto.data import open_source, sample_at
+from stretto.data import open_sample_source, samples_at
 from stretto.run import RunConfig
 from stretto.telemetry.events import RunStarted, StepDone, from_record
 
@@ -37,25 +37,25 @@ log_every = 1
 """
 WATCHED = """
 import hashlib, json, os
-from stretto.model.gpt import GPT, GPTConfig
+from stretto.models.gpt import GPT, GPTConfig
 
 def build():
     model = GPT(GPTConfig(context=16, blocks=1, width=16, heads=2))
-    model.register_forward_pre_hook(tell)
+    model.register_forward_pre_hook(record_batch)
     return model
 
-def tell(model, inputs):
+def record_batch(model, inputs):
     if not model.training:
         return
-    # Which step it is: weights are equal on all ranks, and others after each update.
+    # The weights identify the step: equal on all ranks, and changed by each update.
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
-    told = {"weights": weights.hexdigest(), "samples": inputs[0].tolist()}
+    record = {"weights": weights.hexdigest(), "samples": inputs[0].tolist()}
     with open(os.path.join(os.environ["SEEN"], os.environ["RANK"]), "a") as file:
-        print(json.dumps(told), file=file)
+        print(json.dumps(record), file=file)
 """
-"""A model of the user's own that writes down what each rank trains on."""
+"""A user's model that writes to a file what each rank trains on."""
 TEXT = bytes((i * i + i // 7) % 96 + 32 for i in range(2000))
-"""106 windows to train on: the ninth step has two samples, fewer than ranks."""
+"""106 windows to train on; the ninth step has two samples, fewer than ranks."""
 
 
 def stretto_train(folder, name, workers, *more):
@@ -80,7 +80,7 @@ def events_of(folder, name):
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Return a folder that holds a run of four ranks, ended before its last step."""
+    """Return a folder with a run of four ranks that ended before its last step."""
     folder = tmp_path_factory.mktemp("sizes")
     (folder / "run.toml").write_text(RUN)
     (folder / "text").write_bytes(TEXT)
@@ -91,7 +91,7 @@ def stopped(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(stopped):
-    """Return what resumes a copy of the run by so many ranks, once, and names it."""
+    """Return a function that resumes a copy of the run with so many ranks, and returns its name."""
 
     @cache
     def resume(workers):
@@ -114,30 +114,32 @@ def batches_trained_on(folder, name):
         [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted((folder / "seen" / name).iterdir())
     ]
-    steps = {told["weights"]: [] for told in ranks[0]}  # rank 0 has samples in every step
-    for told in (told for rank in ranks for told in rank):
-        steps[told["weights"]] += told["samples"]
+    steps = {record["weights"]: [] for record in ranks[0]}  # rank 0 has samples in every step
+    for record in (record for rank in ranks for record in rank):
+        steps[record["weights"]] += record["samples"]
     return [sorted(samples) for samples in steps.values()]
 
 
 def batches_of_an_undisturbed_run(folder):
-    """Return the samples of each step after the stop: nothing but the order and the text."""
+    """Return the samples of each step after the stop, computed from the order and the text
+    alone.
+    """
     loaded = load(RunConfig, folder / "run.toml", [f"data.path={folder / 'text'}"]).config
-    source = open_source(loaded.data, train=True)
+    source = open_sample_source(loaded.data, train=True)
     pass_steps = -(-source.num_samples // loaded.train.batch)
     assert pass_steps == 9
     batches = []
     for step in range(STOPPED_AT, STEPS):
         epoch, at = divmod(step, pass_steps)
         start = at * loaded.train.batch
-        positions = np.arange(start, min(start + loaded.train.batch, source.num_samples))
+        epoch_indices = np.arange(start, min(start + loaded.train.batch, source.num_samples))
         order = {"num_samples": source.num_samples, "seed": loaded.run.seed, "epoch": epoch}
-        batches.append(sorted(source.batch(sample_at(positions, **order))[0].tolist()))
+        batches.append(sorted(source.batch(samples_at(epoch_indices, **order))[0].tolist()))
     return batches
 
 
 @pytest.mark.parametrize("workers", [3, 2])
-def test_a_run_resumed_by_fewer_ranks_has_the_losses_of_one_resumed_by_as_many(
+def test_a_run_resumed_with_fewer_ranks_has_the_losses_of_one_resumed_with_as_many(
     workers, stopped, resumed
 ):
     as_many, fewer = (losses_after_the_stop(stopped, resumed(size)) for size in (4, workers))
@@ -146,12 +148,14 @@ def test_a_run_resumed_by_fewer_ranks_has_the_losses_of_one_resumed_by_as_many(
 
 
 @pytest.mark.parametrize("workers", [4, 3, 2])
-def test_a_run_resumed_by_any_number_of_ranks_trains_on_the_next_batches(workers, stopped, resumed):
+def test_a_run_resumed_with_any_number_of_ranks_trains_on_the_next_batches(
+    workers, stopped, resumed
+):
     seen = batches_trained_on(stopped, resumed(workers))
     assert seen == batches_of_an_undisturbed_run(stopped)
 
 
 @pytest.mark.parametrize("workers", [4, 3, 2])
-def test_the_record_of_a_resumed_run_counts_the_ranks_of_both_starts(workers, stopped, resumed):
+def test_the_events_of_a_resumed_run_have_the_ranks_of_both_starts(workers, stopped, resumed):
     events = events_of(stopped, resumed(workers))
     assert [e.workers for e in events if isinstance(e, RunStarted)] == [4, workers]

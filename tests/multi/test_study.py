@@ -1,4 +1,4 @@
-"""``stretto study nodes --measure``: a real lab of two hosts, measured, recorded, gone on with."""
+"""``stretto study nodes --measure`` measures in a real lab of two hosts and keeps a record."""
 
 import json
 import subprocess
@@ -39,10 +39,10 @@ def test_a_step_is_predicted_and_measured_on_two_hosts(tmp_path):
         return json.loads(done.stdout), done.stderr
 
     cell, _ = run()
-    # The link is what it waits for: whatever the machine does besides, bytes take their time.
+    # The step waits for the link, so its bytes bound the time however busy the machine is.
     assert cell["timed"]["step_s"] > 0.9 * cell["predicted"]["bytes_per_link"] * 8 / 50e6
     assert 0.4 < cell["given"]["step_s"] / cell["timed"]["step_s"] < 1.3
-    again, said = run()
+    again, stderr = run()
     assert again == cell
-    assert "in the record" in said
+    assert "in the record" in stderr
     assert json.loads((tmp_path / "nodes.json").read_text())["cells"] == [cell]

@@ -1,4 +1,4 @@
-"""The same run as real processes: launched here, again from its resolved file, on slow links."""
+"""The same run with real processes: launched here, again from its resolved file, on slow links."""
 
 import os
 import shutil
@@ -29,13 +29,13 @@ def test_the_resolved_run_file_gives_the_same_bits_again(folder, launched):
     shutil.copy(folder / "runs" / "launched" / "resolved.toml", folder / "again.toml")
     text = (folder / "again.toml").read_text()
     assert "threads = 1" in text
-    assert "cuts = [" in text
+    assert "bucket_lengths = [" in text
     arguments = ["train", "again.toml", "run.name=again", "--workers", "3"]
     subprocess.run([*STRETTO, *arguments], cwd=folder, check=True, capture_output=True)
     assert same(last_tensors(folder, "again"), launched)
 
 
-def test_every_rank_leaves_its_time_line(folder, launched):
+def test_every_rank_writes_its_timeline(folder, launched):
     for rank in range(3):
         (timeline,) = read_chrome_trace(folder / "runs/launched/trace" / f"rank-{rank}.json")
         names = {span.name for span in timeline.spans}
@@ -81,6 +81,6 @@ def test_four_hosts_on_slow_links_train_one_model(folder):
     require("ip", "tc", root=True)
     lab = [*STRETTO, "lab", "--hosts", "3", "--rate", "100mbit", "--"]
     _, in_lab = train(folder, "lab", start=[*lab, "stretto"])
-    _, alone = train(folder, "alone")
-    for name, value in alone.items():
+    _, reference = train(folder, "alone")
+    for name, value in reference.items():
         torch.testing.assert_close(in_lab[name], value, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Half as wide on the wire is half the bytes on the links: counted by the lab, not by us."""
+"""A 16-bit wire halves the bytes on the links, as counted by the lab."""
 
 import re
 import subprocess
@@ -12,14 +12,14 @@ from tests.multi.small_run import STRETTO, write_run
 pytestmark = [pytest.mark.multi, pytest.mark.lab]
 
 STEPS = 30
-"""So many that what else is sent, the weights at first and the agreements, hardly counts."""
+"""Enough steps that other messages (initial weights, step consensus) hardly count."""
 
 
 def bytes_sent(folder, wire):
-    """Train on two hosts; return what the link out of host 0 carried."""
+    """Train on two hosts; return the bytes that host 0 sent."""
     lab = [*STRETTO, "lab", "--hosts", "2", "--rate", "400mbit", "--", *STRETTO]
     settings = [f"run.name={wire}", f"strategy.wire={wire}", f"train.steps={STEPS}"]
-    settings += ["model.width=64", "strategy.fusion=4MB", "strategy.algorithm=ring"]
+    settings += ["model.width=64", "strategy.bucket_bytes=4MB", "strategy.algorithm=ring"]
     done = subprocess.run(
         [*lab, "train", "run.toml", *settings],
         cwd=folder,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from stretto.config import Config, Loaded, load, resolve, to_toml
+from stretto.config import Config, LoadedConfig, load, set_derived_values, to_toml
 from stretto.errors import ConfigError
 from stretto.units import Bytes
 
@@ -60,7 +60,7 @@ class Run(Config):
     strategy: Annotated[Sync | Gossip, Field(discriminator="kind")] = Sync(bucket=3)
     backup: Annotated[Sync | Gossip, Field(discriminator="kind")] | None = None
     layers: tuple[Layer, ...] = (Layer(width=3), Layer(width=4))
-    cuts: tuple[int, ...] = ()
+    bucket_lengths: tuple[int, ...] = ()
     algorithms: dict[str, str] = Field(default_factory=dict)
 
 
@@ -71,7 +71,7 @@ NAMED = 'name = "x"\n'
 def read(tmp_path):
     """Load a run file of this text."""
 
-    def from_text(text: str, *overrides: str) -> Loaded[Run]:
+    def from_text(text: str, *overrides: str) -> LoadedConfig[Run]:
         file = tmp_path / "run.toml"
         file.write_text(text, encoding="utf-8")
         return load(Run, file, overrides)
@@ -80,19 +80,19 @@ def read(tmp_path):
 
 
 def test_a_file_sets_values_at_every_depth(read):
-    text = 'name = "x"\npath = "a/b"\ncuts = [1, 2]\n[strategy]\nkind = "gossip"\n'
+    text = 'name = "x"\npath = "a/b"\nbucket_lengths = [1, 2]\n[strategy]\nkind = "gossip"\n'
     text += '[strategy.topology]\nkind = "star"\ncentre = 5\n[[layers]]\nwidth = 9\n'
     expected = Run(
         name="x",
         path=Path("a/b"),
-        cuts=(1, 2),
+        bucket_lengths=(1, 2),
         strategy=Gossip(topology=Star(centre=5)),
         layers=(Layer(width=9),),
     )
     assert read(text).config == expected
 
 
-def test_without_a_file_overrides_on_the_defaults_are_the_config():
+def test_without_a_file_overrides_apply_to_the_defaults():
     assert load(Run, None, ["name=x"]).config == Run(name="x")
 
 
@@ -105,7 +105,7 @@ def test_the_string_under_a_field_is_its_help():
     assert Train.model_fields["steps"].description == "Optimizer updates in the whole run."
 
 
-def test_a_whole_number_may_stand_for_a_number(read):
+def test_an_integer_is_accepted_for_a_float(read):
     assert read(NAMED + "[train]\nlr = 1\n").config.train.lr == 1.0
 
 
@@ -113,7 +113,7 @@ def test_a_size_may_be_written_with_its_unit(read):
     assert read(NAMED + '[strategy]\nbucket = "2KiB"\n').config.strategy.bucket == 2048
 
 
-def test_a_table_without_kind_is_of_the_default_kind_and_keeps_its_other_keys(read):
+def test_a_table_without_kind_has_the_default_kind_and_its_other_keys(read):
     assert read(NAMED + "[strategy]\nevery = 3\n").config.strategy == Sync(bucket=3, every=3)
 
 
@@ -123,12 +123,12 @@ def test_an_inner_table_without_kind_takes_the_default_of_the_kind_the_file_chos
 
 
 def test_a_table_inside_a_list_takes_its_default_kind_too(tmp_path):
-    class Stack(Config):
+    class Model(Config):
         parts: tuple[Gossip, ...]
 
-    file = tmp_path / "stack.toml"
+    file = tmp_path / "model.toml"
     file.write_text("[[parts]]\n[parts.topology]\nhops = 5\n")
-    assert load(Stack, file).config.parts == (Gossip(topology=Ring(hops=5)),)
+    assert load(Model, file).config.parts == (Gossip(topology=Ring(hops=5)),)
 
 
 def test_an_empty_table_is_the_default_table(read):
@@ -139,10 +139,10 @@ def test_a_file_that_changes_kind_inherits_nothing_of_the_default(read):
     assert read(NAMED + '[strategy]\nkind = "gossip"\n').config.strategy == Gossip()
 
 
-def test_an_override_that_changes_kind_drops_what_the_file_said_for_the_other_kind(read):
+def test_an_override_that_changes_kind_drops_the_settings_for_the_other_kind(read):
     loaded = read(NAMED + "[strategy]\nbucket = 8\nevery = 5\n", "strategy.kind=gossip")
     assert loaded.config.strategy == Gossip()
-    assert loaded.origin["strategy.every"] == "default"
+    assert loaded.source["strategy.every"] == "default"
 
 
 def test_an_override_that_repeats_the_kind_drops_nothing(read):
@@ -176,53 +176,56 @@ SET = NAMED + "verbose = true\n[train]\nsteps = 4\nlr = 0.2\n"
 SET += (
     '[strategy]\nkind = "gossip"\nevery = 5\n[backup]\nkind = "sync"\n[algorithms]\nbig = "ring"\n'
 )
-TAKEN_BACK = {
+UNSET = {
     "a key": (["train.steps="], {"train": Train(lr=0.2)}),
     "a key, with blanks": (["train.steps = "], {"train": Train(lr=0.2)}),
     "a key of a kind": (["strategy.every="], {"strategy": Gossip()}),
     "a table": (["train="], {"train": Train()}),
     "a table of a kind": (["strategy="], {"strategy": Sync(bucket=3)}),
     "a table that is not there by itself": (["backup="], {"backup": None}),
-    "a kind, with what was said for it": (["strategy.kind="], {"strategy": Sync(bucket=3)}),
+    "a kind, with the settings for it": (["strategy.kind="], {"strategy": Sync(bucket=3)}),
     "an entry of a mapping": (["algorithms.big="], {"algorithms": {}}),
-    "what nobody set": (["path=", "algorithms.small=", "layers.1.activation="], {}),
-    "what an override has set": (["train.steps=9", "train.steps="], {"train": Train(lr=0.2)}),
-    "a part of such a table": (["train={steps=9}", "train.steps="], {"train": Train(lr=0.2)}),
+    "keys that nobody set": (["path=", "algorithms.small=", "layers.1.activation="], {}),
+    "a key that an override set": (["train.steps=9", "train.steps="], {"train": Train(lr=0.2)}),
+    "a key of a table that an override set": (
+        ["train={steps=9}", "train.steps="],
+        {"train": Train(lr=0.2)},
+    ),
     "before it is set": (["train.steps=", "train.steps=9"], {"train": Train(steps=9, lr=0.2)}),
-    "a table, to begin anew": (
+    "a table, before setting it again": (
         ["train=", "strategy=", "strategy.kind=gossip", "train.lr=0.3"],
         {"train": Train(lr=0.3), "strategy": Gossip()},
     ),
-    "a key that another kind brings": (
+    "a key that another kind has": (
         ["strategy.bucket=", "strategy.kind=sync"],
         {"strategy": Sync(bucket=3)},
     ),
 }
 
 
-@pytest.mark.parametrize(("overrides", "differing"), TAKEN_BACK.values(), ids=TAKEN_BACK)
-def test_an_override_without_a_value_takes_back_what_was_set(read, overrides, differing):
+@pytest.mark.parametrize(("overrides", "differing"), UNSET.values(), ids=UNSET)
+def test_an_override_without_a_value_unsets_the_key(read, overrides, differing):
     assert read(SET, *overrides).config == read(SET).config.model_copy(update=differing)
 
 
-def test_what_is_taken_back_from_file_or_recipe_is_a_default_again(tmp_path):
+def test_an_unset_key_of_file_or_recipe_has_its_default_again(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(NAMED + "[train]\nlr = 0.3\n")
     recipe = {"train": {"steps": 4, "lr": 0.2}, "strategy": {"kind": "gossip", "every": 5}}
     loaded = load(Run, file, ["train.lr=", "strategy.every="], recipe=recipe)
     assert loaded.config == Run(name="x", train=Train(steps=4), strategy=Gossip())
-    assert {loaded.origin[key] for key in ("train.lr", "strategy.every")} == {"default"}
-    assert {loaded.origin[key] for key in ("train.steps", "strategy.kind")} == {"recipe"}
+    assert {loaded.source[key] for key in ("train.lr", "strategy.every")} == {"default"}
+    assert {loaded.source[key] for key in ("train.steps", "strategy.kind")} == {"recipe"}
 
 
-def test_what_only_an_override_has_set_leaves_nothing_behind(read):
+def test_unsetting_the_kind_of_an_override_removes_its_table(read):
     assert read(NAMED, "backup.kind=sync", "backup.kind=").config.backup is None
 
 
-def test_a_kind_taken_back_that_is_the_default_drops_nothing(read):
+def test_unsetting_a_kind_that_is_the_default_drops_nothing(read):
     loaded = read(NAMED + '[strategy]\nkind = "sync"\nevery = 5\n', "strategy.kind=")
     assert loaded.config.strategy == Sync(bucket=3, every=5)
-    assert loaded.origin["strategy.kind"] == "default"
+    assert loaded.source["strategy.kind"] == "default"
 
 
 def test_the_last_of_two_equal_overrides_wins():
@@ -234,18 +237,18 @@ def test_an_override_may_name_one_item_of_a_list_of_tables(read):
 
 
 def test_an_override_may_give_a_whole_table_or_list(read):
-    config = read(NAMED, "train={steps=3, lr=0.5}", "cuts=[4, 5]").config
-    assert (config.train, config.cuts) == (Train(steps=3, lr=0.5), (4, 5))
+    config = read(NAMED, "train={steps=3, lr=0.5}", "bucket_lengths=[4, 5]").config
+    assert (config.train, config.bucket_lengths) == (Train(steps=3, lr=0.5), (4, 5))
 
 
 def test_a_quoted_part_of_a_key_may_hold_a_dot():
     assert load(Run, None, ["name=x", 'algorithms."a.b"=ring']).config.algorithms == {"a.b": "ring"}
 
 
-def test_every_leaf_has_the_origin_of_whoever_set_it_last(read):
+def test_every_leaf_has_the_source_that_set_it_last(read):
     text = NAMED + "[train]\nsteps = 4\nlr = 0.2\n[[layers]]\nwidth = 1\n"
-    origin = read(text, "train.lr=0.3", "layers.0.activation=gelu", "algorithms.big=ring").origin
-    assert origin == {
+    source = read(text, "train.lr=0.3", "layers.0.activation=gelu", "algorithms.big=ring").source
+    assert source == {
         "name": "run.toml",
         "path": "default",
         "verbose": "default",
@@ -258,47 +261,49 @@ def test_every_leaf_has_the_origin_of_whoever_set_it_last(read):
         "backup": "default",
         "layers.0.width": "run.toml",
         "layers.0.activation": "override",
-        "cuts": "default",
+        "bucket_lengths": "default",
         "algorithms.big": "override",
     }
 
 
-def test_what_a_validator_unfolds_has_the_origin_of_the_text():
+def test_keys_that_a_validator_expands_have_the_source_of_the_text():
     class Short(Config):
         ring: Annotated[Ring, BeforeValidator(lambda hops: {"hops": hops})]
 
-    assert load(Short, None, ["ring=4"]).origin["ring.hops"] == "override"
+    assert load(Short, None, ["ring=4"]).source["ring.hops"] == "override"
 
 
-def test_resolve_sets_derived_keys_and_only_those(read):
+def test_set_derived_values_sets_only_those_keys(read):
     loaded = read(NAMED + "[train]\nsteps = 4\n")
-    resolved = resolve(loaded, {"cuts": (1, 2), "train.threads": 2, "algorithms": {"1KB": "ring"}})
-    derived = {key for key, origin in resolved.origin.items() if origin == "derived"}
-    assert derived == {"cuts", "train.threads", "algorithms.1KB"}
-    assert resolved.config == Run(
-        name="x", cuts=(1, 2), train=Train(steps=4, threads=2), algorithms={"1KB": "ring"}
+    resolved = set_derived_values(
+        loaded, {"bucket_lengths": (1, 2), "train.threads": 2, "algorithms": {"1KB": "ring"}}
     )
-    assert resolved.origin["train.steps"] == "run.toml"
+    derived = {key for key, source in resolved.source.items() if source == "derived"}
+    assert derived == {"bucket_lengths", "train.threads", "algorithms.1KB"}
+    assert resolved.config == Run(
+        name="x", bucket_lengths=(1, 2), train=Train(steps=4, threads=2), algorithms={"1KB": "ring"}
+    )
+    assert resolved.source["train.steps"] == "run.toml"
 
 
-def test_resolve_takes_a_config_as_a_value(read):
-    resolved = resolve(read(NAMED), {"backup": Gossip(every=3)}, note="planner")
+def test_set_derived_values_takes_a_config_as_a_value(read):
+    resolved = set_derived_values(read(NAMED), {"backup": Gossip(every=3)}, note="planner")
     assert resolved.config.backup == Gossip(every=3)
-    assert resolved.origin["backup.every"] == "planner"
+    assert resolved.source["backup.every"] == "planner"
 
 
-def test_resolve_leaves_the_loaded_config_as_it_was(read):
+def test_set_derived_values_does_not_change_its_argument(read):
     loaded = read(NAMED)
-    resolve(loaded, {"cuts": (1,)})
-    assert (loaded.config.cuts, loaded.origin["cuts"]) == ((), "default")
+    set_derived_values(loaded, {"bucket_lengths": (1,)})
+    assert (loaded.config.bucket_lengths, loaded.source["bucket_lengths"]) == ((), "default")
 
 
-def test_resolve_checks_what_it_sets(read):
+def test_set_derived_values_validates_the_values(read):
     with pytest.raises(ConfigError, match=r"derived: train\.threads = 1\.5: expected a whole"):
-        resolve(read(NAMED), {"train.threads": 1.5})
+        set_derived_values(read(NAMED), {"train.threads": 1.5})
 
 
-def test_the_written_file_names_an_origin_on_every_setting_and_what_is_not_set(read):
+def test_the_written_file_has_a_source_on_every_setting_and_lists_unset_keys(read):
     written = to_toml(read(NAMED + "[train]\nsteps = 4\n", "train.lr=0.3"))
     assert 'name = "x"  # run.toml\n# path: not set\n' in written
     assert "[train]\nsteps = 4  # run.toml\nlr = 0.3  # override\n" in written
@@ -307,11 +312,11 @@ def test_the_written_file_names_an_origin_on_every_setting_and_what_is_not_set(r
 
 
 def test_a_note_cannot_break_the_file_that_quotes_it(read):
-    noted = resolve(read(NAMED), {"cuts": (1,)}, note="two\nlines")
+    noted = set_derived_values(read(NAMED), {"bucket_lengths": (1,)}, note="two\nlines")
     assert read(to_toml(noted)).config == noted.config
 
 
-def test_a_byte_order_mark_is_no_part_of_the_file(read):
+def test_a_byte_order_mark_is_ignored(read):
     assert read("\ufeff" + NAMED).config == Run(name="x")
 
 
@@ -323,7 +328,7 @@ def test_a_file_name_cannot_break_the_file_that_quotes_it(tmp_path):
 
 
 texts = st.text(st.characters(codec="utf-8"), max_size=8)
-# Beyond 2**53 a size passes through a float on its way in.
+# parse_bytes converts through a float, which is exact up to 2**53.
 strategies = st.one_of(
     st.builds(Sync, bucket=st.integers(0, 2**53), every=st.integers()),
     st.builds(
@@ -349,7 +354,7 @@ runs = st.builds(
         st.builds(Layer, width=st.integers(), activation=st.sampled_from(["relu", "gelu"])),
         max_size=3,
     ).map(tuple),
-    cuts=st.lists(st.integers(), max_size=3).map(tuple),
+    bucket_lengths=st.lists(st.integers(), max_size=3).map(tuple),
     algorithms=st.dictionaries(texts, texts, max_size=3),
 )
 
@@ -357,14 +362,14 @@ runs = st.builds(
 @given(runs)
 def test_a_written_config_is_read_back_equal(tmp_path_factory, run):
     file = tmp_path_factory.getbasetemp() / "written.toml"
-    file.write_bytes(to_toml(Loaded(run, {})).encode())
+    file.write_bytes(to_toml(LoadedConfig(run, {})).encode())
     assert load(Run, file).config == run
 
 
 @given(runs)
 def test_a_written_config_is_complete(tmp_path_factory, run):
     file = tmp_path_factory.getbasetemp() / "written.toml"
-    file.write_bytes(to_toml(Loaded(run, {})).encode())
+    file.write_bytes(to_toml(LoadedConfig(run, {})).encode())
     loaded = load(Run, file)
-    unset = {key for key, origin in loaded.origin.items() if origin == "default"}
+    unset = {key for key, source in loaded.source.items() if source == "default"}
     assert unset == {key for key in ("path", "backup") if getattr(run, key) is None}

@@ -11,7 +11,7 @@ from tests.unit.test_config import NAMED, Layer, Run, Sync
 JARGON = re.compile(r"pydantic|Input|validat|discriminator|\btag\b|JSON|Literal|int_type|https?:")
 
 
-def complaint(file, *overrides, model=Run):
+def error_message(file, *overrides, model=Run):
     with pytest.raises(ConfigError) as caught:
         load(model, file, overrides)
     assert caught.value.exit_code == 2
@@ -26,7 +26,7 @@ BAD_FILES = {
         NAMED + "[train]\nstesp = 5\n",
         'train.stesp = 5: unknown key; did you mean "steps"? known in train: steps, lr, threads',
     ),
-    "unknown key, nothing like it": (
+    "unknown key, no similar one": (
         NAMED + "[train]\nqqq = 5\n",
         "train.qqq = 5: unknown key; known in train: steps, lr, threads",
     ),
@@ -64,11 +64,14 @@ BAD_FILES = {
         "path = 5: expected a path as text; got a whole number",
     ),
     "number for a table": (NAMED + "train = 5\n", "train = 5: expected a table; got a whole"),
-    "number for a list": (NAMED + "cuts = 5\n", "cuts = 5: expected a list; got a whole number"),
+    "number for a list": (
+        NAMED + "bucket_lengths = 5\n",
+        "bucket_lengths = 5: expected a list; got a whole number",
+    ),
     "number for a mapping": (NAMED + "algorithms = 5\n", "algorithms = 5: expected a table; got"),
     "wrong item of a list": (
-        NAMED + 'cuts = [1, "a"]\n',
-        'cuts.1 = "a": expected a whole number; got text',
+        NAMED + 'bucket_lengths = [1, "a"]\n',
+        'bucket_lengths.1 = "a": expected a whole number; got text',
     ),
     "wrong entry of a mapping": (
         NAMED + "[algorithms]\nbig = 5\n",
@@ -109,7 +112,7 @@ BAD_FILES = {
         NAMED + 'strategy = "gossip"\n',
         'expected a table; got text; did you mean strategy.kind = "gossip"?',
     ),
-    "kind left out where there is no default": (
+    "kind missing where there is no default": (
         NAMED + "[backup]\nevery = 3\n",
         "backup.kind is missing; expected one of: sync, gossip",
     ),
@@ -119,29 +122,29 @@ BAD_FILES = {
         "layers.0.width is missing; expected a whole number",
     ),
     "bad size": (NAMED + '[strategy]\nbucket = "3XB"\n', 'bucket = "3XB": expected a size such as'),
-    "a validator's own words": (
+    "a validator's own message": (
         NAMED + "[train]\nsteps = 13\n",
         "train: 13 steps are one too many; take 12",
     ),
     "control characters": (
-        NAMED + 'cuts = "\\u001b[31mred\\n"\n',
-        'cuts = "\\u001b[31mred\\n": expected a list; got text',
+        NAMED + 'bucket_lengths = "\\u001b[31mred\\n"\n',
+        'bucket_lengths = "\\u001b[31mred\\n": expected a list; got text',
     ),
     "control characters in a key": (NAMED + '"\\u001b[31m" = 1\n', '"\\u001b[31m" = 1: unknown'),
     "no value": ("name =\n", "not TOML: invalid value (at line 1, column 7)"),
-    "cut short": ('verbose = true\nname = """a', "(at line 2, column 12)"),
-    "nested lists": (NAMED + "cuts = " + "[" * 250 + "]" * 250, "nested too deeply"),
-    "deeply nested lists": (NAMED + "cuts = " + "[" * 9000, "nested too deeply"),
+    "truncated file": ('verbose = true\nname = """a', "(at line 2, column 12)"),
+    "nested lists": (NAMED + "bucket_lengths = " + "[" * 250 + "]" * 250, "nested too deeply"),
+    "deeply nested lists": (NAMED + "bucket_lengths = " + "[" * 9000, "nested too deeply"),
     "deeply nested tables": (NAMED + f"[{'.'.join('a' * 3000)}]\nb = 1", "nested too deeply"),
 }
 
 
-@pytest.mark.parametrize(("text", "words"), BAD_FILES.values(), ids=BAD_FILES)
-def test_a_bad_file_is_answered_in_one_line(tmp_path, text, words):
+@pytest.mark.parametrize(("text", "expected"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_gives_a_message_of_one_line(tmp_path, text, expected):
     file = tmp_path / "run.toml"
     file.write_text(text)
-    message = complaint(file)
-    assert words in message
+    message = error_message(file)
+    assert expected in message
     assert "run.toml: " in message
     assert "\n" not in message
 
@@ -171,7 +174,7 @@ BAD_OVERRIDES = {
     "text that looks like a number": ("name=5", "to mean text, quote it: name='\"5\"'"),
     "nothing, without a default": (
         "name=",
-        "override: name= takes back a key without a default; expected text; to mean empty text, "
+        "override: name= unsets a key without a default; expected text; to mean empty text, "
         "quote it: name='\"\"'",
     ),
     "nothing for an unknown key": (
@@ -186,30 +189,30 @@ BAD_OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize(("override", "words"), BAD_OVERRIDES.values(), ids=BAD_OVERRIDES)
-def test_a_bad_override_is_answered_in_one_line(tmp_path, override, words):
+@pytest.mark.parametrize(("override", "expected"), BAD_OVERRIDES.values(), ids=BAD_OVERRIDES)
+def test_a_bad_override_gives_a_message_of_one_line(tmp_path, override, expected):
     file = tmp_path / "run.toml"
     file.write_text(NAMED + "[train]\nsteps = 3\n")
-    message = complaint(file, override)
-    assert words in message
+    message = error_message(file, override)
+    assert expected in message
     assert "\n" not in message
 
 
-def test_what_an_item_needs_cannot_be_taken_back(tmp_path):
+def test_a_required_key_of_an_item_cannot_be_unset(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(NAMED + "[[layers]]\nwidth = 1\n")
-    message = complaint(file, "layers.0.width=")
-    words = "layers.0.width= takes back a key without a default; expected a whole number"
-    assert message == f"override: {words}"
+    message = error_message(file, "layers.0.width=")
+    expected = "layers.0.width= unsets a key without a default; expected a whole number"
+    assert message == f"override: {expected}"
 
 
-def test_only_the_shell_is_told_about_quotes(tmp_path):
+def test_the_hint_about_quotes_is_for_overrides_only(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("name = 5\n")
-    assert complaint(file) == "run.toml: name = 5: expected text; got a whole number"
+    assert error_message(file) == "run.toml: name = 5: expected text; got a whole number"
 
 
-def test_a_kind_named_like_a_key_is_not_taken_for_it():
+def test_a_kind_with_the_name_of_a_key_is_distinguished():
     class Every(Config):
         kind: Literal["every"] = "every"
         every: int = 1
@@ -219,19 +222,19 @@ def test_a_kind_named_like_a_key_is_not_taken_for_it():
         inner: Annotated[Every | Sync, Field(discriminator="kind")] = Every()
 
     overrides = ("inner.every=3", "inner.steps=many")
-    message = complaint(None, *overrides, model=Outer)
+    message = error_message(None, *overrides, model=Outer)
     assert message == 'override: inner.steps = "many": expected a whole number; got text'
 
 
-def test_a_table_in_a_mapping_is_known_by_its_own_keys():
+def test_a_table_in_a_mapping_has_its_own_keys():
     class Shapes(Config):
         shapes: dict[str, Layer]
 
-    message = complaint(None, "shapes.width.width=wide", model=Shapes)
+    message = error_message(None, "shapes.width.width=wide", model=Shapes)
     assert message == 'override: shapes.width.width = "wide": expected a whole number; got text'
 
 
-def test_a_validators_words_are_made_printable():
+def test_a_validators_message_is_made_printable():
     class Rude(Config):
         word: str
 
@@ -240,62 +243,63 @@ def test_a_validators_words_are_made_printable():
         def _refuse(cls, word):
             raise ValueError(f"no {word}")
 
-    message = complaint(None, "word=\x1b[31m", model=Rude)
+    message = error_message(None, "word=\x1b[31m", model=Rude)
     assert message == 'override: word = "\\u001b[31m": no \\u001b[31m'
 
 
 def test_all_problems_are_listed_a_line_each(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[train]\nsteps = 0\nlr = 0.5\n")
-    message = complaint(file, "train.lr=fast", "cust=[]")
+    message = error_message(file, "train.lr=fast", "bucket_lenghts=[]")
     assert [line.split(": ")[0:2] for line in message.splitlines()] == [
         ["4 problems in the configuration:"],
         ["  run.toml", "name is missing; expected text"],
         ["  run.toml", "train.steps = 0"],
         ["  override", 'train.lr = "fast"'],
-        ["  override", "cust = []"],
+        ["  override", "bucket_lenghts = []"],
     ]
 
 
 def test_all_malformed_overrides_are_listed():
-    message = complaint(None, "steps 5", "name=x", "=3")
+    message = error_message(None, "steps 5", "name=x", "=3")
     assert message.startswith("2 problems")
 
 
-def test_what_is_missing_without_a_file_says_that_there_is_none():
-    assert complaint(None) == "no run file: name is missing; expected text"
+def test_a_missing_key_without_a_run_file_says_no_run_file():
+    assert error_message(None) == "no run file: name is missing; expected text"
 
 
 @pytest.mark.parametrize("neighbour", ["gossip.toml", "GOSSIP.TOML"])
 def test_a_missing_file_is_named_with_its_nearest_neighbour(tmp_path, neighbour):
     (tmp_path / neighbour).write_text(NAMED)
-    message = complaint(tmp_path / "gosip.toml")
+    message = error_message(tmp_path / "gosip.toml")
     assert str(tmp_path / "gosip.toml") in message
     assert message.endswith(f'does not exist; did you mean "{neighbour}"?')
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    message = complaint(tmp_path / "runs" / "a.toml")
+    message = error_message(tmp_path / "runs" / "a.toml")
     assert message.endswith(f"does not exist; nor does the folder {tmp_path / 'runs'}")
 
 
-def test_a_directory_is_no_run_file(tmp_path):
-    assert complaint(tmp_path) == f"{tmp_path} is a directory; name the run file in it"
+def test_a_directory_is_refused_as_run_file(tmp_path):
+    assert error_message(tmp_path) == f"{tmp_path} is a directory; name the run file in it"
 
 
-def test_a_file_name_that_cannot_be_is_refused(tmp_path):
-    assert "cannot be read" in complaint(tmp_path / "a\0b")
+def test_an_invalid_file_name_is_refused(tmp_path):
+    assert "cannot be read" in error_message(tmp_path / "a\0b")
 
 
-def test_a_file_that_is_not_utf8_says_where(tmp_path):
+def test_a_file_that_is_not_utf8_is_refused_with_the_position(tmp_path):
     file = tmp_path / "run.toml"
     file.write_bytes(b'name = "\xff"\n')
     assert (
-        complaint(file) == f"{file}: not UTF-8 text: byte 8 cannot be read; save the file as UTF-8"
+        error_message(file)
+        == f"{file}: not UTF-8 text: byte 8 cannot be read; save the file as UTF-8"
     )
 
 
-def test_a_long_value_is_cut(tmp_path):
+def test_a_long_value_is_truncated(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text(NAMED + f'cuts = "{"a" * 5000}"\n')
-    assert len(complaint(file)) < 200
+    file.write_text(NAMED + f'bucket_lengths = "{"a" * 5000}"\n')
+    assert len(error_message(file)) < 200

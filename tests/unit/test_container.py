@@ -1,6 +1,6 @@
-"""The container's definition agrees with our own install, and the wheel it takes is whole.
+"""The container's definition agrees with `make install`, and the wheel it installs is complete.
 
-No image is built here: that needs Apptainer and the network.
+No image is built here: a build needs Apptainer and the network.
 """
 
 import os
@@ -25,9 +25,9 @@ def sections() -> dict[str, str]:
     return dict(zip(rest[::2], rest[1::2], strict=True))
 
 
-def test_sections_are_those_that_apptainer_knows():
-    known = {"labels", "files", "post", "environment", "runscript", "test"}
-    assert set(sections()) == known
+def test_every_section_is_one_that_apptainer_knows():
+    valid = {"labels", "files", "post", "environment", "runscript", "test"}
+    assert set(sections()) == valid
 
 
 def test_the_image_begins_with_a_plain_python_that_the_project_takes():
@@ -51,12 +51,12 @@ def test_every_file_that_is_copied_exists_or_is_the_wheel_of_this_version():
     assert (ROOT / "constraints.txt").exists()
 
 
-def test_it_installs_what_make_installs_without_the_tools():
+def test_the_image_installs_the_extras_of_make_install_except_dev():
     pattern = r"pip install .*?-c (\S+).*?'\S*\[([\w,]+)\]'"
-    ours = re.search(pattern, (ROOT / "Makefile").read_text(), re.DOTALL)
-    theirs = re.search(pattern, sections()["post"], re.DOTALL)
-    assert theirs[1] == ours[1] == "constraints.txt"
-    assert {*theirs[2].split(","), "dev"} == set(ours[2].split(","))
+    of_make = re.search(pattern, (ROOT / "Makefile").read_text(), re.DOTALL)
+    of_image = re.search(pattern, sections()["post"], re.DOTALL)
+    assert of_image[1] == of_make[1] == "constraints.txt"
+    assert {*of_image[2].split(","), "dev"} == set(of_make[2].split(","))
     assert f"./{WHEEL}[" in sections()["post"]
 
 
@@ -92,7 +92,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("stretto/")}
     assert packed == files
     assert "stretto/report/templates/report.html.j2" in packed
-    assert "stretto/recipes/demo.py" in packed
+    assert "stretto/recipes/small_runs.py" in packed
 
 
 def test_the_wheel_runs_where_it_is_installed(wheel, tmp_path):

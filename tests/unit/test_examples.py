@@ -1,4 +1,4 @@
-"""The examples: close twins, both run; run files that load, and whose parts fit each other."""
+"""The examples run: two PyTorch scripts that differ in a few lines, and run files that load."""
 
 import difflib
 import os
@@ -32,12 +32,12 @@ def lines_that_differ(before: list[str], after: list[str]) -> int:
     )
 
 
-def test_the_distributed_twin_differs_in_at_most_4_lines():
+def test_the_distributed_script_differs_from_the_plain_one_in_at_most_4_lines():
     before, after = (path.read_text().splitlines() for path in (PLAIN, DISTRIBUTED))
     count = lines_that_differ(before, after)
     diff = "\n".join(difflib.unified_diff(before, after, lineterm="", n=0))
     assert count <= MOST_LINES, f"{count} lines differ:\n{diff}"
-    assert count > 0, "the twins are one and the same"
+    assert count > 0, "the scripts are equal"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_changed_line_counts_once_and_so_do_added_and_removed_ones(after, coun
     assert lines_that_differ(list("abc"), list(after)) == count
 
 
-def test_both_kinds_of_data_have_an_example_run():
+def test_every_kind_of_data_has_an_example_run():
     assert {path.name for path in RUN_FILES} >= {"shapes.toml", "text.toml", "images.toml"}
 
 
@@ -60,7 +60,7 @@ def test_a_run_file_loads_and_its_model_fits_its_data(path, monkeypatch, tmp_pat
 
 
 def pictures(folder):
-    """Return a folder of pictures, ten classes of two; the example's own are no part of us."""
+    """Return a folder of two pictures in each of ten classes; the example's own are not ours."""
     for name in [f"{split}/{label}" for split in ("train", "test") for label in range(10)]:
         (folder / name).mkdir(parents=True)
         for number in range(2):
@@ -103,7 +103,7 @@ def test_an_example_learns_the_spirals(command, ranks, tmp_path):
     assert max(losses) < LARGEST_LOSS
 
 
-def test_a_model_with_other_answers_than_there_are_class_folders_is_told_how_many(tmp_path):
+def test_a_wrong_number_of_classes_is_refused_with_the_right_one(tmp_path):
     overrides = [f"data.path={pictures(tmp_path)}", "model.classes=12", "train.batch=20"]
     with pytest.raises(ConfigError, match=r"set model\.classes=10"):
         prepare(load(RunConfig, EXAMPLES / "images.toml", overrides).config)

@@ -1,10 +1,18 @@
-"""The tail of the tree stays short, and what measures it measures right."""
+"""Functions, files and modules stay within their limits; the tool that measures them is right."""
 
+import ast
 import textwrap
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from tools.size import Measured, measure, percentile, python_files
+from tools.size import ROOT, Measured, measure, percentile, python_files
+
+SOURCE = ROOT / "src" / "stretto"
+MOST_FILES = 260
+SMALL_MODULE_LINES = 60
+MOST_SMALL_MODULES = 25
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +36,65 @@ def test_no_constructor_takes_more_than_6_arguments(tree):
     assert [c for c in tree.constructors if c.size > 6] == []
 
 
-def test_the_tree_that_is_measured_is_the_one_there_is(tree):
+def module_of(path: Path) -> str:
+    parts = ("stretto", *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imported_names(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def small_modules(paths: list[Path]) -> list[str]:
+    """Return the modules that are small, and that at most one other module imports."""
+    importers: defaultdict[str, set[Path]] = defaultdict(set)
+    for path in paths:
+        for name in imported_names(path):
+            importers[name].add(path)
+    return [
+        module_of(path)
+        for path in paths
+        if path.name != "__init__.py"
+        and len(path.read_text().splitlines()) < SMALL_MODULE_LINES
+        and len(importers[module_of(path)] - {path}) <= 1
+    ]
+
+
+def test_the_source_has_at_most_260_files():
+    assert len(list(SOURCE.rglob("*.py"))) <= MOST_FILES
+
+
+def test_few_modules_are_small_and_have_a_single_importer():
+    assert len(small_modules(sorted(SOURCE.rglob("*.py")))) <= MOST_SMALL_MODULES
+
+
+def test_a_small_module_with_one_importer_is_found_and_others_are_not(monkeypatch, tmp_path):
+    monkeypatch.setattr("tests.unit.test_size.SOURCE", tmp_path)
+    texts = {
+        "main.py": "import stretto.once\nfrom stretto import twice\nimport stretto.large\n",
+        "other.py": "from stretto.twice import x\nimport stretto.main, stretto.other\n",
+        "third.py": "import stretto.main, stretto.other\n",
+        "fourth.py": "import stretto.third\n",
+        "fifth.py": "import stretto.third, stretto.fourth, stretto.other\n",
+        "sixth.py": "import stretto.fourth, stretto.fifth\n",
+        "seventh.py": "import stretto.fifth\n",
+        "once.py": "x = 1\n",
+        "twice.py": "x = 1\n",
+        "large.py": "x = 1\n" * 60,
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    found = small_modules([tmp_path / name for name in texts])
+    assert found == ["stretto.sixth", "stretto.seventh", "stretto.once"]
+
+
+def test_the_whole_tree_is_measured(tree):
     places = {f.where for f in tree.files}
     assert {"src/stretto/run.py", "tools/size.py", "examples/plain_pytorch.py"} <= places
 

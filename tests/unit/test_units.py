@@ -34,7 +34,7 @@ def test_a_size_is_a_number_of_bytes(text, num_bytes):
 
 
 @pytest.mark.parametrize("text", ["", "MB", "2XB", "2mbit", "-1", "1e3", "1.2.3MB", "2 M B", True])
-def test_what_is_no_size_is_refused_with_the_text_and_an_example(text):
+def test_an_invalid_size_is_refused_with_the_text_and_an_example(text):
     with pytest.raises(ConfigError, match='expected a size such as "2MB"') as caught:
         parse_bytes(text)
     assert repr(text) in str(caught.value)
@@ -48,21 +48,21 @@ def test_a_rate_is_a_number_of_bits_a_second(text, bits_per_s):
     assert parse_bits_per_s(text) == bits_per_s
 
 
-def test_a_size_is_no_rate():
+def test_a_size_is_not_accepted_as_a_rate():
     with pytest.raises(ConfigError, match='expected a rate such as "400mbit"'):
         parse_bits_per_s("400MB")
 
 
 @pytest.mark.parametrize(
-    ("text", "share"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0), (" 5% ", 0.05)]
+    ("text", "fraction"), [("0.1%", 0.001), ("0.001", 0.001), ("0", 0), (" 5% ", 0.05)]
 )
-def test_a_share_may_be_written_in_percent(text, share):
-    assert parse_fraction(text) == pytest.approx(share)
+def test_a_fraction_may_be_written_in_percent(text, fraction):
+    assert parse_fraction(text) == pytest.approx(fraction)
 
 
 @pytest.mark.parametrize("text", ["", "%", "1", "100%", "-0.1", "nan", "inf", "half"])
-def test_what_is_no_share_below_one_is_refused(text):
-    with pytest.raises(ConfigError, match="expected a share"):
+def test_an_invalid_fraction_is_refused(text):
+    with pytest.raises(ConfigError, match="expected a fraction"):
         parse_fraction(text)
 
 
@@ -85,7 +85,7 @@ def test_a_size_is_shown_in_its_largest_unit(num_bytes, text):
         (7260, "2 h 01 min"),
     ],
 )
-def test_a_duration_is_shown_as_people_say_it(seconds, text):
+def test_a_duration_is_shown_in_readable_units(seconds, text):
     assert format_s(seconds) == text
 
 

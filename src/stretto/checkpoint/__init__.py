@@ -1,26 +1,30 @@
-"""Durable state: a run written so that any crash, full disk or flipped bit is survived."""
+"""Checkpoints that survive crashes, full disks and flipped bits."""
 
-from stretto.checkpoint.backbone import Backbone, load_backbone, save_backbone
-from stretto.checkpoint.generation import current_generation, next_generation
-from stretto.checkpoint.lookup import load_at
+from stretto.checkpoint.folders import current_generation, next_generation
+from stretto.checkpoint.manifest import CheckpointState, SaveResult
 from stretto.checkpoint.optimizer_state import flatten_optimizer, restore_optimizer_
-from stretto.checkpoint.reading import load_newest, load_one, verify
-from stretto.checkpoint.state import Saved, State
-from stretto.checkpoint.writing import save
+from stretto.checkpoint.save_load import (
+    find_and_load,
+    load_checkpoint,
+    load_newest,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from stretto.checkpoint.tensor_files import Backbone, load_backbone, save_backbone
 
 __all__ = [
     "Backbone",
-    "Saved",
-    "State",
+    "CheckpointState",
+    "SaveResult",
     "current_generation",
+    "find_and_load",
     "flatten_optimizer",
-    "load_at",
     "load_backbone",
+    "load_checkpoint",
     "load_newest",
-    "load_one",
     "next_generation",
     "restore_optimizer_",
-    "save",
     "save_backbone",
-    "verify",
+    "save_checkpoint",
+    "verify_checkpoint",
 ]

@@ -1,34 +1,69 @@
-"""The manifest of a checkpoint: what should be in the folder, read as if an enemy wrote it."""
+"""The manifest of a checkpoint: its format and validation; the input is treated as hostile."""
 
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
-from stretto.checkpoint.layout import MANIFEST, MAX_STEP
+from stretto.checkpoint.folders import MANIFEST, MAX_STEP
 from stretto.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckpointState:
+    """The complete state of a run: named tensors, JSON facts and the step."""
+
+    step: int
+    """Optimizer updates done so far."""
+    tensors: Mapping[str, Tensor]
+    """Tensors by name; the part before the first slash is the owner: ``model/fc.weight``."""
+    facts: Mapping[str, Any]
+    """JSON values: optimizer groups, seed, data position, world size, config digest."""
+
+    def tensors_under(self, owner: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with ``owner/``, without that prefix."""
+        prefix = f"{owner}/"
+        return {
+            name.removeprefix(prefix): tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(prefix)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """Path, size and duration of one save."""
+
+    path: Path
+    num_bytes: int
+    """Size of all files, manifest included."""
+    seconds: float
+
 
 SCHEMA_VERSION = 1
 MAX_MANIFEST_BYTES = 64 * 2**20
-"""About 300,000 tensors; a larger file is refused unread."""
+"""Enough for about 300,000 tensors; a larger file is not parsed."""
 MAX_DEPTH = 32
-"""Of nested lists and objects; deeper JSON is refused before anybody walks it."""
+"""Largest nesting of lists and objects; deeper JSON is refused before it is traversed."""
 MAX_ELEMENTS = 2**60
-"""Of one tensor; keeps the arithmetic on shapes inside 64 bits."""
+"""Largest tensor; keeps shape arithmetic within 64 bits."""
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 _FILE_NAME = r"^tensors-[0-9]{5}\.safetensors$"
 
 
-class DamagedError(CheckpointError):
-    """The bytes on disk are not the ones that were written; an older checkpoint may serve."""
+class DamagedCheckpointError(CheckpointError):
+    """The bytes on disk differ from those written; an older checkpoint may be intact."""
 
 
 class FileEntry(BaseModel):
-    """One tensor file: enough to notice any change of it."""
+    """Size and digest of one tensor file."""
 
     model_config = _STRICT
 
@@ -37,13 +72,13 @@ class FileEntry(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """One tensor: where it lies and what it looks like."""
+    """File, type and shape of one tensor."""
 
     model_config = _STRICT
 
     file: str = Field(pattern=_FILE_NAME)
     dtype: str
-    """As safetensors spells it: ``F32``, ``BF16``."""
+    """The name used by safetensors: ``F32``, ``BF16``."""
     shape: list[int] = Field(max_length=64)
 
 
@@ -60,35 +95,37 @@ class Manifest(BaseModel):
     tensors: dict[str, TensorEntry]
 
     def tensors_in(self, file: str) -> dict[str, TensorEntry]:
-        """Return the tensors that ``file`` should hold, no more and no fewer."""
+        """Return the tensors that ``file`` must contain exactly."""
         return {name: entry for name, entry in self.tensors.items() if entry.file == file}
 
 
-def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON that `decode` accepts; floats survive exactly."""
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest as JSON that `decode_manifest` accepts; floats are preserved exactly."""
     try:
         data = json.dumps(manifest.model_dump(), indent=1).encode()
     except ValueError as error:
         raise CheckpointError(f"the state cannot be written as JSON: {error}") from error
     try:
-        decode(data, where="the manifest about to be written")
-    except DamagedError as error:
+        decode_manifest(data, where="the manifest about to be written")
+    except DamagedCheckpointError as error:
         raise CheckpointError(f"{error}; make the state smaller or simpler") from error
     return data
 
 
-def seal_of(manifest_json: bytes) -> bytes:
-    """Return the content of the seal file, in the form ``sha256sum -c`` reads."""
+def manifest_digest_line(manifest_json: bytes) -> bytes:
+    """Return the content of ``manifest.sha256``, in the format of ``sha256sum -c``."""
     return f"{hashlib.sha256(manifest_json).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def decode(data: bytes, *, where: str) -> Manifest:
-    """Return the manifest in ``data``; whatever is wrong with it is a `CheckpointError`.
+def decode_manifest(data: bytes, *, where: str) -> Manifest:
+    """Parse and validate the manifest in ``data``.
 
-    A newer schema is not damage: it is reported as what it is, so that a run started by an
-    old version does not push good checkpoints aside.
+    Raises:
+        DamagedCheckpointError: The manifest is not valid.
+        CheckpointError: The schema is newer than this version. This is not damage: an old version
+            must not quarantine good checkpoints.
     """
-    content = _parse(data, where)
+    content = _parse_json(data, where)
     version = content.get("schema_version")
     if type(version) is int and version > SCHEMA_VERSION:
         raise CheckpointError(
@@ -99,44 +136,52 @@ def decode(data: bytes, *, where: str) -> Manifest:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise DamagedError(f"{where} is wrong at {place!r}: {first['msg'].lower()}") from None
-    _check(manifest, where)
+        location = ".".join(str(part) for part in first["loc"])
+        raise DamagedCheckpointError(
+            f"{where} is wrong at {location!r}: {first['msg'].lower()}"
+        ) from None
+    _check_consistency(manifest, where)
     return manifest
 
 
-def plain(value: object, *, where: str, depth: int = 1) -> Any:  # noqa: ANN401 - any JSON value
-    """Return ``value`` in JSON's own types (tuples become lists), or say what is not plain."""
+def to_plain_json(value: object, *, where: str, depth: int = 1) -> Any:  # noqa: ANN401 - any JSON value
+    """Return ``value`` in JSON's own types (tuples become lists); refuse any other type."""
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{where} is nested deeper than {MAX_DEPTH} levels; flatten it")
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(item, where=f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
+        return [
+            to_plain_json(item, where=f"{where}[{i}]", depth=depth + 1)
+            for i, item in enumerate(value)
+        ]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {
-            key: plain(item, where=f"{where}.{key}", depth=depth + 1) for key, item in value.items()
+            key: to_plain_json(item, where=f"{where}.{key}", depth=depth + 1)
+            for key, item in value.items()
         }
     raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which JSON cannot hold; facts are numbers, words,"
-        " lists and tables with words as keys, tensors belong among the tensors"
+        f"{where} is a {type(value).__name__}, which JSON cannot hold; facts are numbers, strings,"
+        " lists and tables with strings as keys, tensors belong among the tensors"
     )
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
+def _parse_json(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_MANIFEST_BYTES:
-        raise DamagedError(f"{where} has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}")
+        raise DamagedCheckpointError(
+            f"{where} has {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}"
+        )
     try:
-        content = json.loads(data, object_pairs_hook=_without_duplicates)
+        content = json.loads(data, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{where} is not the JSON it should be: {error}") from None
+        raise DamagedCheckpointError(f"{where} is not the JSON it should be: {error}") from None
     if not isinstance(content, dict):
-        raise DamagedError(f"{where} is a JSON {type(content).__name__}, not an object")
+        raise DamagedCheckpointError(f"{where} is a JSON {type(content).__name__}, not an object")
     level: list[Any] = [content]
     for _ in range(MAX_DEPTH + 1):
         level = [child for value in level for child in _children(value)]
     if level:
-        raise DamagedError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+        raise DamagedCheckpointError(f"{where} is nested deeper than {MAX_DEPTH} levels")
     return content
 
 
@@ -146,22 +191,28 @@ def _children(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key appears twice in one object")
     return table
 
 
-def _check(manifest: Manifest, where: str) -> None:
-    """Refuse what has the right form but cannot be true."""
+def _check_consistency(manifest: Manifest, where: str) -> None:
+    """Refuse a manifest of the right form whose content contradicts itself."""
     if manifest.schema_version != SCHEMA_VERSION:
-        raise DamagedError(f"{where} has schema version {manifest.schema_version}, there is none")
+        raise DamagedCheckpointError(
+            f"{where} has schema version {manifest.schema_version}, there is none"
+        )
     for name, entry in manifest.tensors.items():
         if entry.file not in manifest.files:
-            raise DamagedError(f"{where} puts tensor {name!r} in unlisted file {entry.file}")
+            raise DamagedCheckpointError(
+                f"{where} puts tensor {name!r} in unlisted file {entry.file}"
+            )
         if min(entry.shape, default=0) < 0 or prod(n or 1 for n in entry.shape) > MAX_ELEMENTS:
-            raise DamagedError(f"{where} gives tensor {name!r} the shape {entry.shape}")
-    idle = manifest.files.keys() - {entry.file for entry in manifest.tensors.values()}
-    if idle:
-        raise DamagedError(f"{where} lists {sorted(idle)[0]!r}, which no tensor lies in")
+            raise DamagedCheckpointError(f"{where} gives tensor {name!r} the shape {entry.shape}")
+    unused = manifest.files.keys() - {entry.file for entry in manifest.tensors.values()}
+    if unused:
+        raise DamagedCheckpointError(
+            f"{where} lists {sorted(unused)[0]!r}, which no tensor lies in"
+        )

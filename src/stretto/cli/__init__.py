@@ -1,1 +1,1 @@
-"""The command line: one module per verb; parse, call one library function, print."""
+"""The command line: one module per command, which parses flags, calls the library and prints."""

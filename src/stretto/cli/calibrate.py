@@ -1,4 +1,4 @@
-"""``stretto calibrate``: measure links and algorithms, write them down."""
+"""``stretto calibrate``: measure links and algorithms and write a cluster's description."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stretto.study.calibrate import Calibration
+    from stretto.bench.calibrate import Calibration
 
 
 def calibrate(
@@ -17,16 +17,16 @@ def calibrate(
     device: str = "cpu",
     json_: bool = False,
 ) -> int:
-    """Measure what messages, additions and algorithms cost on the ranks this was started as.
+    """Measure what messages, additions and algorithms cost on the ranks of this job.
 
     Example: stretto lab --hosts 2 --ranks-per-host 2 --rate 400mbit -- stretto calibrate
 
     Parameters
     ----------
     out
-        The description; where it is there already, what is measured now is added to it.
+        The description; measurements are added to a file that exists.
     table
-        Whether algorithms are timed too, for a table by message size.
+        Time the algorithms, too, for a table by message size.
     runs
         Interleaved repetitions of each algorithm; the median counts.
     device
@@ -34,13 +34,13 @@ def calibrate(
     json_
         One object a line on standard output: the rows of the table.
     """
-    from stretto.cluster.detect import detect
+    from stretto.bench.calibrate import CalibrationOptions
+    from stretto.bench.calibrate import calibrate as measure
+    from stretto.cluster.detect import detect_world
     from stretto.errors import ConfigError
-    from stretto.sim.cluster import load_cluster
-    from stretto.study.calibrate import How
-    from stretto.study.calibrate import calibrate as measure
+    from stretto.simulator.cluster import load_cluster
 
-    world = detect()
+    world = detect_world()
     if world.size < 2 or runs < 1:
         raise ConfigError(
             "calibrate needs at least 2 ranks and 1 run: start it as `stretto lab --hosts 4 --rate "
@@ -50,9 +50,9 @@ def calibrate(
         raise ConfigError(f"--device {device}: expected cpu (Gloo) or cuda (NCCL)")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.absolute().parent}")
-    known = load_cluster(out) if out.exists() else None
-    say = _say if world.rank == 0 else lambda _: None
-    found = measure(world, known, How(runs, table, device), say)
+    existing = load_cluster(out) if out.exists() else None
+    log_line = _say if world.rank == 0 else lambda _: None
+    found = measure(world, existing, CalibrationOptions(runs, table, device), log_line)
     if world.rank == 0:
         found.cluster.write(out)
         _print(found, as_json=json_)

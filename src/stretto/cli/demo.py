@@ -1,4 +1,4 @@
-"""``stretto demo``: the main job on the embedded default."""
+"""``stretto demo``: train one small model with one and with several workers and compare."""
 
 import sys
 from pathlib import Path
@@ -12,21 +12,21 @@ def demo(
     Parameters
     ----------
     folder
-        Where runs and report go; the runs of an earlier demo there are replaced.
+        The folder of the runs and the report; runs of an earlier demo are replaced.
     workers
-        Workers of the other runs.
+        Number of workers of the runs with several.
     strategies
-        How they agree, in turn: crossover is one word away from allreduce.
+        Strategies of these runs, separated by commas.
     """
     from stretto.errors import ConfigError
-    from stretto.study.demo import run_demo, verdict
+    from stretto.studies.demo import run_demo, summarize_comparisons
 
     if workers < 2:
         raise ConfigError(f"--workers {workers}: expected at least 2, to compare with 1")
     found = run_demo(folder, workers, [word.strip() for word in strategies.split(",")], _say)
-    print(verdict(found))
+    print(summarize_comparisons(found))
     print(f"report: {folder / 'report.html'}")
-    return 0 if all(one.holds for one in found) else 1
+    return 0 if all(one.is_as_expected for one in found) else 1
 
 
 def _say(line: str) -> None:

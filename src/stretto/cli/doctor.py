@@ -1,4 +1,4 @@
-"""``stretto doctor``: look before a run fails."""
+"""``stretto doctor``: find problems of machines and network before a run fails."""
 
 import json
 import sys
@@ -13,82 +13,91 @@ from stretto.errors import ConfigError
 if TYPE_CHECKING:
     from stretto.doctor.records import Finding
 
-LONGEST_PATIENCE_S = 3600.0
+MAX_PATIENCE_S = 3600.0
 
 
 def doctor(
-    *words: str, workers: int | None = None, patience: float = 20.0, json_: bool = False
+    *run_and_overrides: str, workers: int | None = None, patience: float = 20.0, json_: bool = False
 ) -> int:
     """Check machine, launcher, peers, ports, disk, clocks and time-outs; one line each.
 
-    Alone it checks this machine; with --workers it starts that many ranks here; under torchrun,
-    srun, mpirun or in a lab it joins, and all ranks check one another. The exit code is 1 when
-    something fails.
+    Started alone it checks this machine; with --workers it starts that many ranks here; under
+    torchrun, srun, mpirun or in a lab all ranks check one another. The exit code is 1 if a check
+    fails.
 
     Parameters
     ----------
-    words
-        A run file (TOML), if there is one, then settings laid over it, as table.key=value.
+    run_and_overrides
+        A run file (TOML), if there is one, then settings that override it, as table.key=value.
     workers
-        Ranks to start here.
+        Number of ranks to start on this machine.
     patience
         Seconds to wait for the other ranks.
     json_
         One object a line on standard output.
     """
-    if not 1 <= patience <= LONGEST_PATIENCE_S:
-        most = f"{LONGEST_PATIENCE_S:g}"
+    if not 1 <= patience <= MAX_PATIENCE_S:
+        most = f"{MAX_PATIENCE_S:g}"
         raise ConfigError(f"--patience {patience:g}: expected 1 to {most} seconds")
     if workers is not None:
         options = ["--patience", str(patience), *(["--json"] if json_ else [])]
-        return _launch([*words, *options], workers)
-    findings = _examine(words, patience)
+        return _launch([*run_and_overrides, *options], workers)
+    findings = _examine(run_and_overrides, patience)
     for found in findings:
-        print(json.dumps(asdict(found)) if json_ else _line(found), flush=True)
+        print(json.dumps(asdict(found)) if json_ else _format_finding(found), flush=True)
     return int(any(found.status == "FAIL" for found in findings))
 
 
-def _examine(words: Sequence[str], patience_s: float) -> "list[Finding]":
-    """Return what the checks say on the rank that speaks, nothing on the others."""
-    from stretto.cluster.detect import detect, explain
+def _examine(run_and_overrides: Sequence[str], patience_s: float) -> "list[Finding]":
+    """Return the findings on the coordinator, nothing on other ranks."""
+    from stretto.cluster.detect import describe_detection, detect_world
     from stretto.config import load
-    from stretto.doctor.checks import judge
-    from stretto.doctor.examine import examine
-    from stretto.doctor.need import purpose_of
+    from stretto.doctor.checks import run_checks
+    from stretto.doctor.examine import examine, requirements_of
     from stretto.recipes import load_run
     from stretto.run import RunConfig
 
-    run = Path(words[0]) if words and "=" not in words[0] else None
-    # model.target may name a module beside the run file or where we stand, as `python -m` allows.
+    run = (
+        Path(run_and_overrides[0])
+        if run_and_overrides and "=" not in run_and_overrides[0]
+        else None
+    )
+    # model.target may name a module beside the run file or in the working directory.
     sys.path[:0] = [str((run or Path()).parent.resolve()), str(Path.cwd())]
-    config = load_run(run, words[1:]).config if run else load(RunConfig, None, words).config
-    world = detect()
+    config = (
+        load_run(run, run_and_overrides[1:]).config
+        if run
+        else load(RunConfig, None, run_and_overrides).config
+    )
+    world = detect_world()
     # Rank 0 alone writes checkpoints, so it alone builds the model to know their size.
-    purpose = purpose_of(config, model_is_known=run is not None and world.rank == 0)
-    seen = examine(world, explain(), purpose, patience_s)
-    return judge(seen) if seen else []
+    requirements = requirements_of(config, model_is_known=run is not None and world.rank == 0)
+    examination = examine(world, describe_detection(), requirements, patience_s)
+    return run_checks(examination) if examination else []
 
 
 def _launch(arguments: list[str], workers: int) -> int:
     from stretto.cli.train import check_workers
-    from stretto.launch.local import run_here
+    from stretto.launch.local_workers import run_local_workers
 
     check_workers(workers)
-    said: list[str] = []
+    output_lines: list[str] = []
     with tempfile.TemporaryDirectory(prefix="stretto-doctor-") as logs:
-        outcome = run_here(["doctor", *arguments], workers, logs=Path(logs), say=said.append)
-    # Rank 0 ends with 1 when it has found something, which it said itself.
+        outcome = run_local_workers(
+            ["doctor", *arguments], workers, logs=Path(logs), log_line=output_lines.append
+        )
+    # Rank 0 exits with 1 if a check failed, and has printed the finding itself.
     if (outcome.failed_rank, outcome.exit_code) != (0, 1):
-        for line in filter(None, [*said, outcome.reason]):
+        for line in filter(None, [*output_lines, outcome.reason]):
             _say(line)
     return outcome.exit_code
 
 
-def _line(found: "Finding") -> str:
-    from stretto.telemetry.wording import printable
+def _format_finding(found: "Finding") -> str:
+    from stretto.telemetry.event_text import strip_unprintable
 
     advice = f"; {found.advice}" if found.advice else ""
-    return printable(f"{found.status:<5} {found.check}: {found.finding}{advice}")
+    return strip_unprintable(f"{found.status:<5} {found.check}: {found.finding}{advice}")
 
 
 def _say(line: str) -> None:

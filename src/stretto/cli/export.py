@@ -1,4 +1,4 @@
-"""``stretto export``: what a run has learned, as one file that another task can start from."""
+"""``stretto export``: write a trained backbone as one file that another run can start from."""
 
 import sys
 from pathlib import Path
@@ -16,10 +16,11 @@ def export(run: Path, /, *, backbone: Path) -> int:
     backbone
         The file to write, NAME.safetensors.
     """
-    from stretto.train.export import export_backbone
+    from stretto.train.finetune import export_backbone
     from stretto.units import format_bytes
 
-    sys.path[:0] = [str(Path.cwd())]  # model.target may name a module where we stand
+    # model.target may name a module in the working directory.
+    sys.path[:0] = [str(Path.cwd())]
     done = export_backbone(run, backbone, log=_say)
     head = ", ".join(done.head)
     _say(

@@ -1,4 +1,4 @@
-"""``stretto lab``: a cluster in a box."""
+"""``stretto lab``: run a command on an emulated cluster on this machine."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from stretto.errors import ConfigError
-from stretto.launch.lab.plan import LabSpec
-from stretto.launch.lab.run import LabResult, run_in_lab
+from stretto.lab.run_in_lab import LabResult, run_in_lab
+from stretto.lab.spec import LabSpec
 from stretto.units import format_bytes, format_s, parse_bits_per_s, parse_fraction
 
 T = TypeVar("T")
@@ -22,48 +22,48 @@ def lab(
     loss: str = "0%",
     json_: bool = False,
 ) -> int:
-    """Run COMMAND as every rank of a cluster in a box: hosts in namespaces, links shaped.
+    """Run COMMAND as every rank of an emulated cluster: hosts are namespaces, links are shaped.
 
     Example: stretto lab --hosts 4 --rate 400mbit -- stretto bench step
 
     Parameters
     ----------
     command
-        What each rank runs, after --; it finds torchrun's variables.
+        The command of each rank, after --; it gets torchrun's environment variables.
     hosts
-        Network namespaces, one link each.
+        Number of hosts: network namespaces with one link each.
     ranks_per_host
         Ranks that share a host and its link.
     rate
         Rate of each link in each direction, as 400mbit; unshaped when left out.
     loss
-        Share of packets each host drops on arrival, as 0.1%.
+        Share of packets that each host drops on arrival, as 0.1%.
     json_
-        The result as one object on the last line of standard output.
+        Print the result as one object on the last line of standard output.
     """
-    bits_per_s = _read("--rate", parse_bits_per_s, rate) if rate else None
-    spec = LabSpec(hosts, ranks_per_host, bits_per_s, _read("--loss", parse_fraction, loss))
-    result = run_in_lab(spec, _same_stretto(command), say=_say)
-    _tell(result, as_json=json_)
+    bits_per_s = _parse_option("--rate", parse_bits_per_s, rate) if rate else None
+    spec = LabSpec(hosts, ranks_per_host, bits_per_s, _parse_option("--loss", parse_fraction, loss))
+    result = run_in_lab(spec, _use_this_interpreter(command), log_line=_say)
+    _print_result(result, as_json=json_)
     return result.exit_code
 
 
-def _read(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Parse an option's text; a mistake in it names the option."""
+def _parse_option(option: str, parse: Callable[[str], T], text: str) -> T:
+    """Parse an option's text; errors name the option."""
     try:
         return parse(text)
     except ConfigError as wrong:
         raise ConfigError(f"{option}: {wrong}") from None
 
 
-def _same_stretto(command: tuple[str, ...]) -> list[str]:
-    """Let ``stretto`` mean the one that runs now, on PATH or not."""
+def _use_this_interpreter(command: tuple[str, ...]) -> list[str]:
+    """Replace a leading ``stretto`` with this interpreter's, which may not be on PATH."""
     if command[:1] == ("stretto",):
         return [sys.executable, "-m", "stretto", *command[1:]]
     return list(command)
 
 
-def _tell(result: LabResult, *, as_json: bool) -> None:
+def _print_result(result: LabResult, *, as_json: bool) -> None:
     if result.reason:
         _say(result.reason)
     if as_json:

@@ -1,17 +1,19 @@
-"""``stretto``: the verbs, none of which is imported before it is asked for."""
+"""``stretto``: the command line's entry point; commands are imported when they are used."""
 
 import atexit
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from cyclopts import App, CycloptsError
 
 from stretto.errors import StrettoError
+from stretto.renamed import RenamedWarning
 
-VERBS = {
+COMMANDS = {
     "demo": ("stretto.cli.demo:demo", "Train the embedded default with 1 and 4 workers; report."),
     "train": ("stretto.cli.train:train", "Train a run file; under torchrun, srun, mpirun, join."),
     "recipe": ("stretto.cli.recipe:recipe", "List published runs; derive their settings."),
@@ -21,7 +23,7 @@ VERBS = {
         "stretto.cli.doctor:doctor",
         "Check machine, launcher, peers, ports, disk, clocks and time-outs.",
     ),
-    "lab": ("stretto.cli.lab:lab", "Run a command on a cluster in a box with slow links."),
+    "lab": ("stretto.cli.lab:lab", "Run a command on an emulated cluster with slow links."),
     "show": ("stretto.cli.show:show", "Draw a collective's schedule, step by step."),
     "calibrate": (
         "stretto.cli.calibrate:calibrate",
@@ -37,48 +39,49 @@ VERBS = {
     ),
     "simulate": (
         "stretto.cli.simulate:simulate",
-        "Predict what collectives and steps cost on a cluster not here.",
+        "Predict what collectives and steps cost on a described cluster.",
     ),
-    "bench": ("stretto.cli.bench:bench", "Measure against the peer and the bound."),
+    "bench": ("stretto.cli.bench:bench", "Time steps and collectives against peers and bounds."),
     "study": (
         "stretto.cli.study:study",
-        "See how accuracy and speed hold up as workers, batches or hosts grow.",
+        "Study accuracy and speed as workers, batches or hosts grow.",
     ),
 }
 
 
 def build_app() -> App:
-    """Return the parser; help texts stand here so that printing them imports nothing heavy."""
+    """Return the parser; help texts are here so that printing them imports nothing heavy."""
     app = App(
         name="stretto",
-        help="Distributed training in which communication is data before it is action.",
+        help="Distributed training for PyTorch with explicit, checkable communication schedules.",
         version=_version,
         result_action="return_value",
     )
-    for verb, (path, text) in VERBS.items():
-        app.command(path, name=verb, help=text)
+    for command, (path, text) in COMMANDS.items():
+        app.command(path, name=command, help=text)
     return app
 
 
 def run() -> NoReturn:
-    """Run one verb as a process, and end it.
+    """Run one command and end the process.
 
-    Who has talked to other ranks leaves at once, after everything that was to be done at exit: a
-    run that failed may have a sum under way, whose thread must not outlive the interpreter (the
-    note on threads in `stretto.comm.gloo`).
+    A process that has used Gloo runs its exit handlers and then calls ``os._exit``. A failed run
+    may have a collective in flight, whose thread must not outlive the interpreter (see the note on
+    threads in `stretto.comm.gloo`).
     """
+    _print_renamed_warnings()
     code = main()
     if "stretto.comm.gloo" not in sys.modules:
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with suppress(OSError, ValueError):  # closed, or the reader has gone
             stream.flush()
     os._exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; return the exit code: 0 done, 1 the run failed, 2 the caller's mistake."""
+    """Run one command; return the exit code: 0 done, 1 the run failed, 2 invalid usage."""
     try:
         code = build_app()(arguments, exit_on_error=False, print_error=True, help_on_error=False)
     except CycloptsError:
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"stretto: {failure}\n")
         return failure.exit_code
     except BrokenPipeError:
-        # Whoever read our output has had enough; nothing more can be said there.
+        # The reader has closed the pipe: nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as failure:
@@ -103,3 +106,23 @@ def _version() -> str:
     from importlib.metadata import version
 
     return version("stretto")
+
+
+def _print_renamed_warnings() -> None:
+    """Print warnings about renamed settings as one plain line, other warnings as Python does."""
+    show = warnings.showwarning
+
+    def show_plainly(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, RenamedWarning):
+            sys.stderr.write(f"stretto: {message}\n")
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_plainly

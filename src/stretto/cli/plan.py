@@ -1,4 +1,4 @@
-"""``stretto plan``: how each unit is kept and when messages begin, under a memory limit."""
+"""``stretto plan``: plan sharding and the timing of messages under a memory limit."""
 
 import json
 import sys
@@ -9,38 +9,38 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from stretto.plan.explain import Explained
-    from stretto.plan.planner import Planned
-    from stretto.plan.profile import Profile
+    from stretto.planner.explain import PlanExplanation
+    from stretto.planner.planner import PlanningResult
+    from stretto.planner.profile import Profile
     from stretto.run import RunConfig
-    from stretto.study.planning import Setting
+    from stretto.studies.plan_comparison import PlanRequest
 
-_MOST_ROWS = 40
+_MAX_ROWS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """What is known of the model and the links."""
+class ModelSourceFlags:
+    """The measured or estimated costs that a plan is made from."""
 
     profile: Path | None = None
-    """Made by stretto profile."""
+    """A file of stretto profile."""
     cluster: str | None = None
     """Without a profile: a file of stretto calibrate, or a name such as "gpu nodes 100gbit"; the
     model is then estimated, not measured."""
     device: str = "cpu"
-    """What an estimate is for: cpu, h200, or operations and bytes a second as 3e14,2e12."""
+    """Device of the estimate: cpu, h200, or operations and bytes per second as 3e14,2e12."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """What is told, and where."""
+class OutputFlags:
+    """The output files and formats."""
 
     out: Path = Path("plan.json")
-    """The plan, for strategy.plan."""
+    """File to write the plan to, for strategy.plan."""
     page: Path | None = None
-    """Time-line, memory curve and table as a page for a browser."""
+    """File to write an HTML page to, with timeline, memory curve and table."""
     json_: bool = False
-    """One object on standard output."""
+    """Print one object on standard output."""
 
 
 def plan(
@@ -48,12 +48,12 @@ def plan(
     /,
     *overrides: str,
     memory: str,
-    source: Annotated[Source, Parameter(name="*")] = Source(),  # noqa: B008 - frozen
+    source: Annotated[ModelSourceFlags, Parameter(name="*")] = ModelSourceFlags(),  # noqa: B008 - frozen
     what_if: tuple[str, ...] = (),
     pareto: int = 0,
-    output: Annotated[Output, Parameter(name="*")] = Output(),  # noqa: B008 - frozen
+    output: Annotated[OutputFlags, Parameter(name="*")] = OutputFlags(),  # noqa: B008 - frozen
 ) -> int:
-    """Plan RUN's model so that no rank keeps more than --memory; say what it costs, and why.
+    """Plan RUN's model so that no rank exceeds --memory; print what the plan costs, and why.
 
     Example: stretto plan run.toml --profile profile.json --memory 6GiB --what-if rate=10gbit
 
@@ -62,51 +62,62 @@ def plan(
     run
         The run file (TOML), or the name of a recipe.
     overrides
-        Settings laid over the file, as table.key=value.
+        Settings that override the file, as table.key=value.
     memory
-        What a rank may keep: parameters, gradients, optimizer state, activations, workspace.
+        Memory limit of a rank: parameters, gradients, optimizer state, activations, workspace.
     what_if
-        The same with something else: memory=8GiB,rate=10gbit,latency=50us,ranks=16; may be given
-        again.
+        Compare with a plan for other conditions: memory=8GiB,rate=10gbit,latency=50us,ranks=16;
+        may be repeated.
     pareto
-        Plan for so many budgets from the least to what everything needs.
+        Also plan for this many memory limits, from the least possible to all that is useful.
     """
-    from stretto.plan.explain import explain
+    from stretto.planner.explain import explain
     from stretto.recipes import load_run
-    from stretto.study.planning import Setting, allowed_by, changed, check_place, comparison
-    from stretto.study.planning import pareto as plan_for_each
-    from stretto.telemetry.aside import write_aside
+    from stretto.studies.plan_comparison import (
+        PlanRequest,
+        allowed_choices,
+        apply_changes,
+        describe_comparison,
+    )
+    from stretto.studies.plan_comparison import pareto as plan_for_limits
+    from stretto.telemetry.sinks import write_atomically
     from stretto.units import parse_bytes
 
-    # model.target may name a module beside the run file or where we stand, as for training.
+    # model.target may name a module beside the run file or in the working directory.
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
-    for path, flag in ((output.out, "--out"), (output.page, "--page")):
-        if path is not None:
-            check_place(path, flag)
+    _check_output_folders(output)
     config = load_run(run, overrides).config
-    budget = parse_bytes(memory)
-    setting = Setting(_profile(config, source), budget, allowed_by(config))
-    others = [(text, changed(setting, text)) for text in what_if]
-    planned = setting.plan()
-    told = explain(planned, setting.profile)
-    write_aside(output.out, planned.plan.to_json() + "\n")
-    compared = [comparison(text, planned, other.plan()) for text, other in others]
-    points = plan_for_each(setting, pareto) if pareto else []
+    memory_limit = parse_bytes(memory)
+    request = PlanRequest(_load_profile(config, source), memory_limit, allowed_choices(config))
+    others = [(text, apply_changes(request, text)) for text in what_if]
+    planned = request.plan()
+    explanation = explain(planned, request.profile)
+    write_atomically(output.out, planned.plan.to_json() + "\n")
+    compared = [describe_comparison(text, planned, other.plan()) for text, other in others]
+    points = plan_for_limits(request, pareto) if pareto else []
     if output.page is not None:
-        _write_page(output.page, run, setting, planned, told, points)
+        _write_page(output.page, run, request, planned, explanation, points)
     if output.json_:
-        _print_json(planned, told, compared, points)
+        _print_json(planned, explanation, compared, points)
     else:
-        _print(setting, planned, told, compared, points)
+        _print(request, planned, explanation, compared, points)
     _say(f"wrote {output.out}" + (f" and {output.page}" if output.page else ""))
     return 0
 
 
-def _profile(config: "RunConfig", source: Source) -> "Profile":
-    from stretto.cluster.detect import detect
+def _check_output_folders(output: OutputFlags) -> None:
+    from stretto.studies.plan_comparison import check_parent_folder
+
+    for path, flag in ((output.out, "--out"), (output.page, "--page")):
+        if path is not None:
+            check_parent_folder(path, flag)
+
+
+def _load_profile(config: "RunConfig", source: ModelSourceFlags) -> "Profile":
+    from stretto.bench.profile_run import ProfileOptions, profile_run
+    from stretto.cluster.detect import detect_world
     from stretto.errors import ConfigError
-    from stretto.plan.profile import read_profile
-    from stretto.study.profiling import Asked, profile_run
+    from stretto.planner.profile import read_profile
 
     if source.profile is not None:
         return read_profile(source.profile)
@@ -115,54 +126,57 @@ def _profile(config: "RunConfig", source: Source) -> "Profile":
             "a plan needs to know what the model and the links take: --profile FILE, made by "
             "stretto profile; or --cluster, a file of stretto calibrate or a name, for an estimate"
         )
-    asked = Asked(device=source.device, cluster=source.cluster, estimate=True)
-    return profile_run(config, detect(), asked, _say)
+    options = ProfileOptions(device=source.device, cluster=source.cluster, estimate=True)
+    return profile_run(config, detect_world(), options, _say)
 
 
 def _write_page(
     path: Path,
     run: Path,
-    setting: "Setting",
-    planned: "Planned",
-    told: "Explained",
+    request: "PlanRequest",
+    planned: "PlanningResult",
+    explanation: "PlanExplanation",
     points: list[tuple[int, float]],
 ) -> None:
-    from stretto.plan.explain import HEADERS
-    from stretto.report.planned import PlanPage, write_plan_page
+    from stretto.planner.explain import HEADERS
+    from stretto.report.plan_page import PlanPage, write_plan_page
 
     page = PlanPage(
         title=f"A plan for {run.name}",
-        verdict=f"{told.verdict}. {told.memory}.",
-        profile=setting.profile,
+        summary_line=f"{explanation.summary_line}. {explanation.memory}.",
+        profile=request.profile,
         plan=planned.plan,
-        budget=planned.budget,
+        memory_limit=planned.memory_limit,
         headers=HEADERS,
-        rows=told.rows,
+        rows=explanation.rows,
         pareto=points,
     )
     write_plan_page(path, page)
 
 
 def _print(
-    setting: "Setting",
-    planned: "Planned",
-    told: "Explained",
+    request: "PlanRequest",
+    planned: "PlanningResult",
+    explanation: "PlanExplanation",
     compared: list[str],
     points: list[tuple[int, float]],
 ) -> None:
-    from stretto.plan.explain import HEADERS
+    from stretto.planner.explain import HEADERS
     from stretto.units import format_bytes, format_s
 
-    rows = [HEADERS, *(tuple(_short(cell) for cell in row) for row in told.rows[:_MOST_ROWS])]
+    rows = [
+        HEADERS,
+        *(tuple(_shorten(cell) for cell in row) for row in explanation.rows[:_MAX_ROWS]),
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADERS))]
     for row in rows:
         pairs = zip(row, widths, strict=True)
         print("  ".join(f"{cell:<{width}}" for cell, width in pairs).rstrip())
-    if len(told.rows) > _MOST_ROWS:
-        print(f"and {len(told.rows) - _MOST_ROWS} more")
-    print(told.verdict)
-    print(told.memory)
-    print(f"profile: {setting.profile.source or 'of unknown origin'}")
+    if len(explanation.rows) > _MAX_ROWS:
+        print(f"and {len(explanation.rows) - _MAX_ROWS} more")
+    print(explanation.summary_line)
+    print(explanation.memory)
+    print(f"profile: {request.profile.source or 'of unknown origin'}")
     for line in compared:
         print(f"if {line}")
     for num_bytes, step_s in points:
@@ -170,26 +184,30 @@ def _print(
 
 
 def _print_json(
-    planned: "Planned", told: "Explained", compared: list[str], points: list[tuple[int, float]]
+    planned: "PlanningResult",
+    explanation: "PlanExplanation",
+    compared: list[str],
+    points: list[tuple[int, float]],
 ) -> None:
-    from stretto.plan.explain import HEADERS, ms_per_gib
+    from stretto.planner.explain import HEADERS, ms_per_gib
+    from stretto.renamed import with_old_keys
 
     found = {
         "step_s": planned.step_s,
         "bound_s": planned.bound_s,
         "greedy_s": planned.greedy_s,
         "peak_bytes": planned.peak_bytes,
-        "budget": planned.budget,
+        "memory_limit": planned.memory_limit,
         "ms_per_gib": ms_per_gib(planned),
         "from": planned.how,
-        "units": [dict(zip(HEADERS, row, strict=True)) for row in told.rows],
+        "units": [dict(zip(HEADERS, row, strict=True)) for row in explanation.rows],
         "what_if": compared,
         "pareto": points,
     }
-    print(json.dumps(found))
+    print(json.dumps(with_old_keys(found)))
 
 
-def _short(cell: str) -> str:
+def _shorten(cell: str) -> str:
     return cell if len(cell) <= 100 else f"{cell[:48]} .. {cell[-48:]}"
 
 

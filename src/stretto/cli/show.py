@@ -1,4 +1,4 @@
-"""``stretto show``: a collective's schedule, or who talks to whom in gossip, drawn."""
+"""``stretto show``: draw the schedule of a collective or the rounds of a gossip topology."""
 
 import difflib
 import json
@@ -14,24 +14,24 @@ from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.cluster.world import Mesh
-    from stretto.comm.schedule import Schedule
-    from stretto.report.drawing.diagram import Diagram
+    from stretto.collectives.schedule import Schedule
+    from stretto.report.schedule_diagram import Diagram
 
 DEFAULT_RANKS = 4
 GOSSIP = "gossip"
-MOST_RANKS_TIMES_PARTS = 4096
-"""Beyond it even one rank's program takes long to write down."""
-WIDTH_OF_A_PIPE = 120
+MAX_RANKS_TIMES_PARTS = 4096
+"""Limit of what can be drawn; beyond it even one rank's program takes long to build."""
+PIPE_WIDTH = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Among:
-    """Who takes part."""
+class MeshFlags:
+    """The ranks and hosts."""
 
     ranks: int | None = None
-    """Ranks, all on one host; 4 when neither these nor hosts are given."""
+    """Number of ranks, all on one host; 4 when neither ranks nor hosts are given."""
     hosts: int | None = None
-    """Hosts, instead of ranks."""
+    """Number of hosts, instead of ranks."""
     ranks_per_host: int | None = None
     """Ranks on each host; 1 when left out."""
 
@@ -40,13 +40,13 @@ def show(
     algorithm: str,
     /,
     *,
-    among: Annotated[Among, Parameter(name="*")] = Among(),  # noqa: B008 - frozen
+    flags: Annotated[MeshFlags, Parameter(name="*")] = MeshFlags(),  # noqa: B008 - frozen
     collective: str = "allreduce",
     parts: int = 1,
     svg: Path | None = None,
     json_: bool = False,
 ) -> int:
-    """Draw who sends which chunks to whom, step by step, and what it comes to.
+    """Draw which chunks each rank sends and receives, step by step, with totals.
 
     Example: stretto show hierarchical --hosts 2 --ranks-per-host 4 --svg hierarchical.svg
     Example: stretto show one-peer-exponential --collective gossip --ranks 8
@@ -54,93 +54,92 @@ def show(
     Parameters
     ----------
     algorithm
-        Its name, as ring; a wrong one is answered with the list.
+        Its name, such as ring; an unknown name prints the list.
     collective
-        allreduce, reduce-scatter, all-gather or broadcast; or host-reduce-scatter or
-        host-all-gather, where every host has the whole tensor, shared out among its ranks; or
-        gossip, whose topologies have rounds instead.
+        allreduce, reduce-scatter, all-gather or broadcast; host-reduce-scatter or
+        host-all-gather, where the ranks of each host share the whole tensor; or gossip, to draw
+        the rounds of a topology.
     parts
-        Parts of the tensor that follow each other through the schedule.
+        Number of parts of the tensor that follow each other through the schedule.
     svg
-        Draw it into this file, for a browser, and not on the terminal.
+        Write an SVG file instead of drawing on the terminal.
     json_
-        One object a message on standard output.
+        Print one object per message on standard output.
     """
-    from stretto.report.drawing.diagram import diagram
+    from stretto.report.schedule_diagram import make_diagram
 
     if svg is not None:
-        _check_file(svg)
-    mesh = _mesh(among)
+        _check_svg_file(svg)
+    mesh = _mesh(flags)
     if collective == GOSSIP:
         if svg is not None or parts != 1:
             raise ConfigError("--svg and --parts are for schedules; leave them out for a topology")
         return _show_topology(algorithm, mesh.size, json_=json_)
-    shown = diagram(_schedule(algorithm, collective, mesh, parts), mesh, collective)
+    shown = make_diagram(_schedule(algorithm, collective, mesh, parts), mesh, collective)
     if svg is not None:
-        _write(svg, shown)
+        _write_svg(svg, shown)
     if json_:
         for message in shown.messages:
             print(json.dumps({**asdict(message), "action": message.action.value}))
     elif svg is None:
-        _draw(shown)
+        _print_diagram(shown)
     return 0
 
 
 def _show_topology(name: str, size: int, *, json_: bool) -> int:
-    from stretto.topology import named
-    from stretto.topology.analysis import report
-    from stretto.topology.draw import graph, lines
+    from stretto.topology import make_topology
+    from stretto.topology.analysis import analyze_topology, round_graph, round_lines
 
-    topology = named(name)
+    topology = make_topology(name)
     topology.check(size)
-    drawn = lines(topology, size)
+    drawn = round_lines(topology, size)
     if json_:
         for number in range(len(drawn)):
-            edges = graph(topology, size, number).edges(data="weight")
+            edges = round_graph(topology, size, number).edges(data="weight")
             print(json.dumps({"round": number, "messages": [list(edge) for edge in edges]}))
         return 0
     for number, line in enumerate(drawn):
         print(f"round {number}: {line}")
-    known = report(topology, size)
-    exact = known.rounds_to_consensus
+    found = analyze_topology(topology, size)
+    exact = found.rounds_to_consensus
     print(
-        f"{name}, {size} ranks: at most {known.most_messages.sends} sent and "
-        f"{known.most_messages.receives} received by a rank in a round; "
+        f"{name}, {size} ranks: at most {found.max_messages.sends} sent and "
+        f"{found.max_messages.receives} received by a rank in a round; "
         + ("never exactly equal" if exact is None else f"exactly equal after {exact} rounds")
-        + ("" if known.spectral_gap is None else f"; spectral gap {known.spectral_gap:.3f}")
-        + ("" if known.doubly_stochastic else "; needs push-sum")
+        + ("" if found.spectral_gap is None else f"; spectral gap {found.spectral_gap:.3f}")
+        + ("" if found.doubly_stochastic else "; needs push-sum")
     )
     return 0
 
 
-def _mesh(among: Among) -> "Mesh":
+def _mesh(flags: MeshFlags) -> "Mesh":
     from stretto.cluster.world import Mesh
 
-    given = (("--ranks", among.ranks), ("--hosts", among.hosts))
-    for option, number in (*given, ("--ranks-per-host", among.ranks_per_host)):
+    options = (("--ranks", flags.ranks), ("--hosts", flags.hosts))
+    for option, number in (*options, ("--ranks-per-host", flags.ranks_per_host)):
         if number is not None and number < 1:
             raise ConfigError(f"{option} {number}: expected at least 1")
-    if among.hosts is None and among.ranks_per_host is not None:
-        raise ConfigError("--ranks-per-host is for --hosts: say how many hosts there are")
-    if among.hosts is None:
-        return Mesh((_few(among.ranks or DEFAULT_RANKS),))
-    if among.ranks is not None:
+    if flags.hosts is None and flags.ranks_per_host is not None:
+        raise ConfigError("--ranks-per-host needs --hosts: say how many hosts there are")
+    if flags.hosts is None:
+        return Mesh((_check_ranks(flags.ranks or DEFAULT_RANKS),))
+    if flags.ranks is not None:
         raise ConfigError(
             "--ranks and --hosts exclude each other: --hosts 2 --ranks-per-host 4 are 8 ranks"
         )
-    each = among.ranks_per_host or 1
-    _few(among.hosts * each)
-    return Mesh((each,) * among.hosts)
+    each = flags.ranks_per_host or 1
+    _check_ranks(flags.hosts * each)
+    return Mesh((each,) * flags.hosts)
 
 
-def _few(ranks: int) -> int:
-    if ranks > MOST_RANKS_TIMES_PARTS:
-        raise ConfigError(f"{ranks:,} ranks: at most {MOST_RANKS_TIMES_PARTS:,} can be shown")
+def _check_ranks(ranks: int) -> int:
+    if ranks > MAX_RANKS_TIMES_PARTS:
+        raise ConfigError(f"{ranks:,} ranks: at most {MAX_RANKS_TIMES_PARTS:,} can be shown")
     return ranks
 
 
 def _schedule(algorithm: str, collective: str, mesh: "Mesh", parts: int) -> "Schedule":
-    from stretto.comm.algorithms import (
+    from stretto.collectives.algorithms import (
         ALL_GATHER,
         ALLREDUCE,
         BROADCAST,
@@ -157,14 +156,14 @@ def _schedule(algorithm: str, collective: str, mesh: "Mesh", parts: int) -> "Sch
         "host-reduce-scatter": HOST_REDUCE_SCATTER,
         "host-all-gather": HOST_ALL_GATHER,
     }
-    _check_known("--collective", collective, (*tables, GOSSIP))
+    _check_name("--collective", collective, (*tables, GOSSIP))
     table = tables[collective]
     elsewhere = [name for name, other in tables.items() if algorithm in other]
     if algorithm not in table and elsewhere:
         raise ConfigError(f"{algorithm} is no {collective}: add --collective {elsewhere[0]}")
-    _check_known(f"{collective} algorithm", algorithm, table)
-    if parts < 1 or mesh.size * parts > MOST_RANKS_TIMES_PARTS:
-        most = MOST_RANKS_TIMES_PARTS // mesh.size
+    _check_name(f"{collective} algorithm", algorithm, table)
+    if parts < 1 or mesh.size * parts > MAX_RANKS_TIMES_PARTS:
+        most = MAX_RANKS_TIMES_PARTS // mesh.size
         raise ConfigError(f"--parts {parts}: expected 1 to {most:,} with {mesh.size:,} ranks")
     schedule = table[algorithm](mesh, parts)
     if parts > 1 and schedule.num_chunks == table[algorithm](mesh, 1).num_chunks:
@@ -172,35 +171,35 @@ def _schedule(algorithm: str, collective: str, mesh: "Mesh", parts: int) -> "Sch
     return schedule
 
 
-def _check_known(what: str, name: str, known: Iterable[str]) -> None:
-    names = list(known)
+def _check_name(what: str, name: str, choices: Iterable[str]) -> None:
+    names = list(choices)
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
         raise ConfigError(f"no {what} {name!r}{hint} known: {', '.join(names)}")
 
 
-def _check_file(svg: Path) -> None:
+def _check_svg_file(svg: Path) -> None:
     if svg.is_dir():
         raise ConfigError(f"--svg {svg} is a folder: name a file")
     if not svg.parent.is_dir():
         raise ConfigError(f"--svg {svg}: there is no folder {svg.parent}; make it, or name another")
 
 
-def _write(svg: Path, shown: "Diagram") -> None:
-    from stretto.report.drawing.svg import draw_svg
-    from stretto.telemetry.aside import write_aside
+def _write_svg(svg: Path, shown: "Diagram") -> None:
+    from stretto.report.schedule_svg import draw_svg
+    from stretto.telemetry.sinks import write_atomically
 
-    write_aside(svg, draw_svg(shown))
+    write_atomically(svg, draw_svg(shown))
     print(f"stretto show: wrote {svg}", file=sys.stderr)
 
 
-def _draw(shown: "Diagram") -> None:
+def _print_diagram(shown: "Diagram") -> None:
     from rich.console import Console
 
-    from stretto.report.drawing.text import draw_text
+    from stretto.report.schedule_terminal import draw_text
 
     console = Console()
-    width = console.width if console.is_terminal else WIDTH_OF_A_PIPE
-    # No wrapping by the console: a drawing that fits is drawn to fit, the rest the terminal wraps.
+    width = console.width if console.is_terminal else PIPE_WIDTH
+    # The drawing is made for this width, so the console must not wrap it.
     console.print(draw_text(shown, width), soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""``stretto simulate``: what would happen on a cluster nobody has here."""
+"""``stretto simulate``: predict costs on a cluster that is described but not available."""
 
 import json
 import sys
@@ -12,12 +12,12 @@ from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.cluster.world import Mesh
-    from stretto.sim.book import PriceList
-    from stretto.sim.catalogue import Choice
-    from stretto.sim.cluster import Cluster
-    from stretto.study.predicted.prices import Row
+    from stretto.simulator.algorithm_choice import AlgorithmRecommendation
+    from stretto.simulator.cluster import Cluster
+    from stretto.simulator.price_cache import PriceList
+    from stretto.studies.step_prices import StrategyPrice
 
-simulate = App(name="simulate", help="Predict, on a cluster that is described but not here.")
+simulate = App(name="simulate", help="Predict costs on a described cluster, from any machine.")
 
 
 @simulate.command
@@ -30,14 +30,14 @@ def collectives(
     table: bool = False,
     json_: bool = False,
 ) -> int:
-    """Price every all-reduce algorithm by message size, or print the table of the cheapest.
+    """Predict the time of every all-reduce algorithm by message size, or print the fastest.
 
     Example: stretto simulate collectives --ranks 10000 --ranks-per-host 8 --sizes 100MB
 
     Parameters
     ----------
     ranks
-        How many; those of the cluster's description when left out.
+        Number of ranks; by default that of the cluster's description.
     ranks_per_host
         Ranks that share a host and its link; 1 when left out.
     sizes
@@ -46,46 +46,47 @@ def collectives(
         A file written by stretto calibrate, or a name: "ethernet 10gbit", "box 400mbit",
         "gpu nodes 100gbit".
     table
-        Print which algorithm to take from which size on, and why, instead of all prices.
+        Print the fastest algorithm from each size on, and why, instead of all times.
     json_
-        One object a line on standard output.
+        Print one object a line on standard output.
     """
-    from stretto.sim.catalogue import price_all
-    from stretto.sim.choosing import choose_rows
+    from stretto.simulator.algorithm_choice import price_all_algorithms, recommend_by_size
     from stretto.units import parse_bytes
 
-    described = _described(cluster, ranks, ranks_per_host)
+    described = _load_cluster(cluster, ranks, ranks_per_host)
     if table:
-        _print_choices(choose_rows(described), as_json=json_)
+        _print_choices(recommend_by_size(described), as_json=json_)
         return 0
-    wanted = [parse_bytes(size) for size in sizes.split(",")]
-    _print_prices(price_all(described, wanted, parts=(1,)), wanted, as_json=json_)
+    size_bytes = [parse_bytes(size) for size in sizes.split(",")]
+    _print_prices(
+        price_all_algorithms(described, size_bytes, parts=(1,)), size_bytes, as_json=json_
+    )
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How many ranks, and what each has to do."""
+class ScaleFlags:
+    """Numbers of ranks and samples."""
 
     ranks: str
-    """How many, as 8,64,1024."""
+    """Numbers of ranks, as 8,64,1024."""
     ranks_per_host: int = 1
     """Ranks that share a host and its link."""
     samples: int | None = None
-    """Of each rank in a step; when left out, the run's batch is shared."""
+    """Samples of each rank in a step; when left out, ranks share the run's batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Where seconds are from."""
+class CostSourceFlags:
+    """Measured or estimated costs."""
 
     cluster: str = "ethernet 10gbit"
     """A file written by stretto calibrate, or a name: "ethernet 10gbit", "box 400mbit",
     "gpu nodes 100gbit"."""
     profile: Path | None = None
-    """Made by stretto profile: what the model takes; estimated when left out."""
+    """A file of stretto profile with the model's costs; estimated when left out."""
     device: str = "cpu"
-    """What an estimate is for: cpu, h200, or operations and bytes a second as 3e14,2e12."""
+    """Device of the estimate: cpu, h200, or operations and bytes per second as 3e14,2e12."""
 
 
 @simulate.command
@@ -93,12 +94,12 @@ def step(
     run: Path,
     /,
     *overrides: str,
-    shape: Annotated[Shape, Parameter(name="*")],
+    scale: Annotated[ScaleFlags, Parameter(name="*")],
     strategies: str = "",
-    figures: Annotated[Figures, Parameter(name="*")] = Figures(),  # noqa: B008 - frozen
+    cost_flags: Annotated[CostSourceFlags, Parameter(name="*")] = CostSourceFlags(),  # noqa: B008 - frozen
     json_: bool = False,
 ) -> int:
-    """Price a training step of RUN under its strategy, or under others, on any number of ranks.
+    """Predict a training step of RUN with its strategy or others, on any number of ranks.
 
     Example: stretto simulate step run.toml --ranks 8,1024 --strategies allreduce,sgp:delay=1
 
@@ -107,45 +108,44 @@ def step(
     run
         The run file (TOML), or the name of a recipe.
     overrides
-        Settings laid over the file, as table.key=value.
+        Settings that override the file, as table.key=value.
     strategies
-        What is compared; settings follow the word: allreduce,crossover:delay=1; or all. The run's
-        own when left out.
+        Strategies to compare, with settings after a colon: allreduce,crossover:delay=1; or all.
+        The run's own when left out.
     json_
-        One object a line on standard output.
+        Print one object a line on standard output.
     """
-    from stretto.cluster.detect import detect
-    from stretto.plan.linking import described
-    from stretto.study.predicted.prices import Predictor, price_rows
-    from stretto.study.predicted.subject import Source
-    from stretto.study.predicted.variants import find_variants
+    from stretto.cluster.detect import detect_world
+    from stretto.planner.profile import load_cluster_or_preset
+    from stretto.studies.priced_run import CostSource, find_variants
+    from stretto.studies.step_prices import Predictor, price_strategies
 
-    # model.target may name a module beside the run file or where we stand, as for training.
+    # model.target may name a module beside the run file or in the working directory.
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]
-    meshes = _meshes(shape)
+    meshes = _meshes(scale)
     variants = find_variants(run, overrides, strategies)
-    name = figures.cluster
-    source = Source(described(name), name, figures.profile, figures.device)
-    predictor = Predictor(source, detect(), shape.samples)
-    width = 2 + max(len("strategy"), *(len(variant.word) for variant in variants))
+    name = cost_flags.cluster
+    source = CostSource(load_cluster_or_preset(name), name, cost_flags.profile, cost_flags.device)
+    predictor = Predictor(source, detect_world(), scale.samples)
+    width = 2 + max(len("strategy"), *(len(variant.spec) for variant in variants))
     if not json_:
         print(f"{'ranks':>8}  {'strategy':<{width}}{_STEP_HEAD}")
     priced = 0
-    for row in price_rows(variants, meshes, predictor):
+    for row in price_strategies(variants, meshes, predictor):
         priced += row.price is not None
         _print_step(row, width, as_json=json_)
     return 0 if priced else 2
 
 
-def _meshes(shape: Shape) -> "list[Mesh]":
-    from stretto.sim.cluster import mesh_of
+def _meshes(scale: ScaleFlags) -> "list[Mesh]":
+    from stretto.simulator.cluster import mesh_of
 
-    if shape.samples is not None and shape.samples < 1:
-        raise ConfigError(f"--samples {shape.samples}: expected at least 1")
-    words = [word.strip() for word in shape.ranks.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError(f"--ranks {shape.ranks}: expected numbers, as 8,64,1024")
-    return [mesh_of(int(word), shape.ranks_per_host) for word in words]
+    if scale.samples is not None and scale.samples < 1:
+        raise ConfigError(f"--samples {scale.samples}: expected at least 1")
+    counts = [count.strip() for count in scale.ranks.split(",")]
+    if not all(count.isdecimal() for count in counts):
+        raise ConfigError(f"--ranks {scale.ranks}: expected numbers, as 8,64,1024")
+    return [mesh_of(int(count), scale.ranks_per_host) for count in counts]
 
 
 _STEP_HEAD = (
@@ -154,7 +154,7 @@ _STEP_HEAD = (
 )
 
 
-def _print_step(row: "Row", width: int, *, as_json: bool) -> None:
+def _print_step(row: "StrategyPrice", width: int, *, as_json: bool) -> None:
     from stretto.units import format_bytes, format_s
 
     price, ranks = row.price, row.mesh.size
@@ -172,24 +172,24 @@ def _print_step(row: "Row", width: int, *, as_json: bool) -> None:
     print(
         f"{ranks:>8}  {row.strategy:<{width}}"
         + "".join(f"{format_s(seconds):>12}" for seconds in times)
-        + f"{price.efficiency:>12.1%}{format_bytes(price.bytes_per_link):>16}  {price.held_up_by}"
+        + f"{price.efficiency:>12.1%}{format_bytes(price.bytes_per_link):>16}  {price.bottleneck}"
     )
 
 
-def _described(name: str, ranks: int | None, per_host: int | None) -> "Cluster":
-    from stretto.plan.linking import described
-    from stretto.sim.cluster import mesh_of
+def _load_cluster(name: str, ranks: int | None, per_host: int | None) -> "Cluster":
+    from stretto.planner.profile import load_cluster_or_preset
+    from stretto.simulator.cluster import mesh_of
 
-    found = described(name)
+    found = load_cluster_or_preset(name)
     if ranks is None:
         if per_host is not None:
-            raise ConfigError(f"--ranks-per-host {per_host} is for --ranks: say how many there are")
+            raise ConfigError(f"--ranks-per-host {per_host} needs --ranks: say how many there are")
         return found
     return found.with_mesh(mesh_of(ranks, 1 if per_host is None else per_host))
 
 
 def _print_prices(prices: "PriceList", sizes: list[int], *, as_json: bool) -> None:
-    from stretto.sim.serial import serial_steps
+    from stretto.simulator.closed_forms import serial_steps
     from stretto.units import format_bytes, format_s
 
     head = f"{'bytes':>8}  {'algorithm':<24}{'time':>10}{'steps':>9}{'a link carries':>16}"
@@ -208,16 +208,16 @@ def _print_prices(prices: "PriceList", sizes: list[int], *, as_json: bool) -> No
             f"{format_bytes(row.num_bytes):>8}  {name:<24}{format_s(row.price.seconds):>10}"
             f"{steps[name]:>9}{format_bytes(row.price.bytes_per_link):>16}  {row.price.bottleneck}"
         )
-    for name, why in prices.left_out.items():
-        print(f"stretto simulate: {name} left out: {why}", file=sys.stderr)
+    for name, reason in prices.left_out.items():
+        print(f"stretto simulate: {name} left out: {reason}", file=sys.stderr)
 
 
-def _print_choices(rows: "list[Choice]", *, as_json: bool) -> None:
-    from stretto.comm.algorithms.table import word_of
+def _print_choices(rows: "list[AlgorithmRecommendation]", *, as_json: bool) -> None:
+    from stretto.collectives.algorithm_table import algorithm_text
     from stretto.units import format_bytes, format_s
 
     for row in rows:
-        name = word_of(row.name, row.parts)
+        name = algorithm_text(row.name, row.parts)
         if as_json:
             facts = {"from_bytes": row.from_bytes, "algorithm": name, "seconds": row.seconds}
             print(json.dumps({**facts, "reason": row.reason}))

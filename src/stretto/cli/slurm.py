@@ -1,4 +1,4 @@
-"""``stretto slurm``: a run as a batch job."""
+"""``stretto slurm``: write a run as a batch job for Slurm, and submit it."""
 
 import sys
 from dataclasses import dataclass
@@ -8,103 +8,106 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 if TYPE_CHECKING:
-    from stretto.launch.slurm.job import JobSpec
+    from stretto.launch.slurm import JobSpec
     from stretto.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What the job asks of the cluster."""
+class JobFlags:
+    """Resources that the job requests."""
 
     nodes: int
-    """Hosts."""
+    """Number of hosts."""
     tasks_per_node: int
     """Ranks on each host."""
     gpus_per_node: int | None = None
-    """Accelerators on each host; none are asked for when left out."""
+    """GPUs on each host; none are requested when left out."""
     time: str | None = None
-    """Limit of one start, in one of Slurm's forms, as 12:00:00."""
+    """Time limit of one start, in one of Slurm's forms, as 12:00:00."""
     partition: str | None = None
-    """Where the job may run."""
+    """Slurm partition."""
     account: str | None = None
-    """Who pays."""
+    """Slurm account that is charged."""
     warn: int = 120
-    """Seconds before the limit at which the ranks save and end; below half of --time."""
+    """Seconds before the limit at which ranks save and end; below half of --time."""
     container: str | None = None
-    """An Apptainer image to run in, instead of this environment."""
+    """Apptainer image to run in, instead of this environment."""
     setup: str = ""
-    """A shell line to run first, as "module load ..."."""
+    """Shell line to run first, as "module load ..."."""
 
 
 def slurm(
     run: Path,
     /,
     *overrides: str,
-    ask: Annotated[Ask, Parameter(name="*")],
+    flags: Annotated[JobFlags, Parameter(name="*")],
     resume: bool = False,
     out: Path | None = None,
     submit: bool = False,
 ) -> int:
-    """Write RUN as an sbatch file that saves before its time limit and queues itself again.
+    """Write RUN as an sbatch file that saves before its time limit and requeues itself.
 
     Parameters
     ----------
     run
         The run file (TOML).
     overrides
-        Settings laid over the file, as table.key=value.
+        Settings that override the file, as table.key=value.
     resume
-        Go on from the newest valid checkpoint at the first start, too.
+        Resume from the newest valid checkpoint at the first start, too.
     out
-        Where to write the file, in a folder that exists; job.sbatch in the run's folder when left
-        out.
+        File to write, in an existing folder; job.sbatch in the run's folder when left out.
     submit
-        Hand it to sbatch, and print the job's id.
+        Submit the file with sbatch and print the job's id.
     """
-    from stretto.launch.folder import refuse_taken
-    from stretto.launch.slurm.job import sbatch_text
-    from stretto.launch.slurm.submit import submit as hand_in
+    from stretto.launch.run_folder import refuse_existing_run
+    from stretto.launch.slurm import sbatch_text
+    from stretto.launch.slurm import submit as submit_file
     from stretto.recipes import load_run
-    from stretto.telemetry.aside import write_aside
+    from stretto.telemetry.sinks import write_atomically
 
     config = load_run(run, overrides).config
-    refuse_taken(config.run_dir, resume)
+    refuse_existing_run(config.run_dir, resume)
     again = ["--resume"] if resume else []
     target = str(run.resolve()) if run.is_file() else str(run)
-    spec = _job(config, ["train", target, *overrides, *again], ask)
-    file = (config.run_dir / "job.sbatch" if out is None else _checked(out)).absolute()
-    _warn_of_missing(ask.container)
+    spec = _job(config, ["train", target, *overrides, *again], flags)
+    file = (config.run_dir / "job.sbatch" if out is None else _check_out_file(out)).absolute()
+    _warn_of_missing(flags.container)
+    _warn_of_unused_gpus(flags.gpus_per_node)
     spec.logs.mkdir(parents=True, exist_ok=True)
-    write_aside(file, sbatch_text(spec))
+    write_atomically(file, sbatch_text(spec))
     print(f"stretto slurm: wrote {file}", file=sys.stderr)
-    print(hand_in(file) if submit else file)
+    print(submit_file(file) if submit else file)
     return 0
 
 
-def _job(config: "RunConfig", arguments: list[str], ask: Ask) -> "JobSpec":
-    from stretto.launch.slurm.job import JobSpec, rank_command
+def _job(config: "RunConfig", arguments: list[str], flags: JobFlags) -> "JobSpec":
+    from stretto.launch.slurm import JobSpec, rank_command
 
-    gpus = ask.gpus_per_node is not None
-    python = Path(sys.executable).absolute()  # not resolved: a link is what makes an environment
+    gpus = flags.gpus_per_node is not None
+    # Not resolved: the interpreter of a virtual environment is a symbolic link.
+    python = Path(sys.executable).absolute()
     return JobSpec(
         name=config.run.name,
-        command=rank_command(arguments, python=python, container=_image(ask.container), gpus=gpus),
+        command=rank_command(
+            arguments, python=python, container=_image_path(flags.container), gpus=gpus
+        ),
         folder=Path.cwd(),
         logs=config.run_dir.absolute() / "logs",
-        nodes=ask.nodes,
-        tasks_per_node=ask.tasks_per_node,
+        nodes=flags.nodes,
+        tasks_per_node=flags.tasks_per_node,
         cpus_per_task=config.run.threads,
-        gpus_per_node=ask.gpus_per_node,
-        time=ask.time,
-        partition=ask.partition,
-        account=ask.account,
-        warn_s=ask.warn,
-        setup=ask.setup,
+        gpus_per_node=flags.gpus_per_node,
+        time=flags.time,
+        partition=flags.partition,
+        account=flags.account,
+        warn_s=flags.warn,
+        setup=flags.setup,
     )
 
 
-def _checked(out: Path) -> Path:
-    """Return ``out``; raise `ConfigError` where no file can be written."""
+def _check_out_file(out: Path) -> Path:
+    """Return ``out``; raise `ConfigError` if no file can be written there."""
     from stretto.errors import ConfigError
 
     if out.is_dir():
@@ -115,8 +118,8 @@ def _checked(out: Path) -> Path:
 
 
 def _warn_of_missing(container: str | None) -> None:
-    """Say that an image is not here; the job is written all the same, its hosts may see more."""
-    image = _image(container)
+    """Warn if the image is not on this host; the job's hosts may have it."""
+    image = _image_path(container)
     if image is None or "://" in image or Path(image).exists():
         return
     print(
@@ -126,8 +129,18 @@ def _warn_of_missing(container: str | None) -> None:
     )
 
 
-def _image(container: str | None) -> str | None:
-    """Return a file's absolute path; an image that Apptainer fetches (as docker://) as it is."""
+def _warn_of_unused_gpus(gpus_per_node: int | None) -> None:
+    """Warn if the job reserves GPUs, which training leaves idle."""
+    if gpus_per_node:
+        print(
+            f"stretto slurm: warning: --gpus-per-node {gpus_per_node} reserves GPUs that stretto "
+            "train does not use yet: it trains on CPUs; leave the flag out",
+            file=sys.stderr,
+        )
+
+
+def _image_path(container: str | None) -> str | None:
+    """Return a file's absolute path, but an image that Apptainer fetches (docker://) unchanged."""
     if container is None or "://" in container:
         return container
     return str(Path(container).absolute())

@@ -1,1 +1,1 @@
-"""Who we are and where we meet: `World`, found in the environment; the store."""
+"""Ranks and hosts of a job: launcher detection, the TCP store, rendezvous and heartbeats."""

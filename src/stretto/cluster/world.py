@@ -1,4 +1,4 @@
-"""Who am I, how many are we, where do we meet, and how does our launcher start us again."""
+"""`World`: one rank's view of its job: rank, mesh of hosts, store address, launcher."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ class Mesh:
     """Hosts by local ranks; ranks are numbered host after host."""
 
     ranks_per_host: tuple[int, ...]
-    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Each host's first rank, and the number of ranks; kept, since every rank's program asks."""
+    _first_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Each host's first rank, then the number of ranks. Computed once, since it is read often."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_starts", tuple(accumulate(self.ranks_per_host, initial=0)))
+        object.__setattr__(self, "_first_ranks", tuple(accumulate(self.ranks_per_host, initial=0)))
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._starts[-1]
+        return self._first_ranks[-1]
 
     @property
     def hosts(self) -> int:
@@ -33,50 +33,50 @@ class Mesh:
         parts = (str(ranks) for ranks in self.ranks_per_host)
         return f"{self.hosts}x{self.ranks_per_host[0]}" if even else "+".join(parts)
 
-    def on_host(self, host: int) -> range:
+    def ranks_on_host(self, host: int) -> range:
         """Return the ranks of one host."""
-        return range(self._starts[host], self._starts[host + 1])
+        return range(self._first_ranks[host], self._first_ranks[host + 1])
 
     def host_of(self, rank: int) -> int:
-        """Return the host a rank lives on."""
-        return bisect_right(self._starts, rank) - 1
+        """Return the index of the host that runs ``rank``."""
+        return bisect_right(self._first_ranks, rank) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where the store listens, and whether it is for rank 0 to start it."""
+class StoreAddress:
+    """Where the store listens, and whether rank 0 or the launcher starts it."""
 
     host: str
     port: int
-    held_by_rank_0: bool = False
+    started_by_rank_0: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's view of a job, however it was started; made by `stretto.cluster.detect`."""
+    """One rank's view of a job, the same for every launcher; made by `stretto.cluster.detect`."""
 
     rank: int
     mesh: Mesh
-    """As far as the launcher told; `stretto.cluster.meet` learns the rest from the others."""
-    meeting: Meeting | None = None
-    """None when this process is the whole world."""
+    """First a guess from the launcher's variables; the rendezvous replaces it by the real mesh."""
+    store_address: StoreAddress | None = None
+    """None when this process is the only rank."""
     interface: str | None = None
-    """Network interface to talk over; the one towards the meeting when None."""
+    """Network interface for messages between ranks; None: the one that leads to the store."""
     threads: int = 1
-    """CPU threads that are this rank's fair share."""
+    """CPU threads for this rank: its share of the host's cores, unless set otherwise."""
     link_bits_per_s: int | None = None
-    """Rate of a host's link, where the launcher knows it."""
+    """Rate of each host's network link; None where the launcher does not know it."""
     generation: int = 0
-    """How often the launcher has started us again; groups of different generations never meet."""
+    """Number of restarts by the launcher. It separates the store keys of each start."""
     launcher: str = "none"
-    found_by: str = "no launcher's variables are set"
-    """Which variables showed the launcher, for a person who wonders."""
+    detected_from: str = "no launcher's variables are set"
+    """The variables by which the launcher was found, as text for the user."""
     host_name: str = ""
-    """What the launcher calls this host; ranks of one host give the same name."""
+    """The launcher's name for this host; all ranks of a host have the same name."""
     job: str = ""
-    """What the launcher calls this job, where it has a name: equal on all its ranks."""
-    ask_restart: tuple[str, ...] = ()
-    """Command that asks the launcher to start the job again; empty where a person has to."""
+    """The launcher's name for this job, equal on all its ranks; empty where it has none."""
+    restart_command: tuple[str, ...] = ()
+    """Command that asks the launcher to restart the job; empty where the user has to."""
 
     @property
     def size(self) -> int:
@@ -85,10 +85,10 @@ class World:
 
     @property
     def host(self) -> int:
-        """My host's index."""
+        """Index of this rank's host."""
         return self.mesh.host_of(self.rank)
 
     @property
     def local_rank(self) -> int:
-        """My place on my host."""
-        return self.rank - self.mesh.on_host(self.host).start
+        """Index of this rank among the ranks of its host."""
+        return self.rank - self.mesh.ranks_on_host(self.host).start

@@ -1,1 +1,1 @@
-"""Communication: schedules, their proofs, channels to run them on, and buckets of tensors."""
+"""Transports between ranks, and the executors that run schedules and messages on them."""

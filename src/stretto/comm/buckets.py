@@ -1,7 +1,7 @@
-"""Buckets: several gradients that travel as one message.
+"""Gradient buckets: several gradients that are sent as one message.
 
-Small tensors are fused up to a threshold because a message costs latency; a bucket may leave as
-soon as backward has produced its last gradient, so buckets follow the order of backward.
+Every message costs latency, so small tensors share one. A bucket is sent as soon as backward has
+produced its last gradient, so buckets follow the order of backward.
 """
 
 from collections.abc import Sequence
@@ -10,132 +10,127 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-WIRE: dict[str, torch.dtype | None] = {
-    "own": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-"""What gradients travel as; "own" is the gradient's own type."""
-
-
-def checked_type(word: str) -> str:
-    """Return the name of a type in which something may travel.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
-    if word not in WIRE:
-        raise ValueError(f"expected {', '.join(WIRE)}, got {word!r}")
-    return word
-
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What `cut_buckets` needs to know of one tensor."""
+class TensorInfo:
+    """Size and kind of one tensor, as `cut_buckets` needs them."""
 
     num_bytes: int
     kind: tuple[torch.dtype, torch.device]
+    """All tensors of a bucket are of one kind."""
 
 
-def cut_buckets(pieces: Sequence[Piece], fusion_bytes: int) -> tuple[int, ...]:
+def cut_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> tuple[int, ...]:
     """Return how many consecutive tensors go into each bucket, in the order given.
 
-    A bucket is closed before a tensor that would push it over the threshold, and where type or
-    device changes; a tensor larger than the threshold travels alone. The threshold begins at an
-    eighth of ``fusion_bytes`` and doubles with each bucket: the wire has work soon after backward
-    begins, and large messages as soon as it is busy.
+    A new bucket begins at a tensor that would exceed the threshold, and where type or device
+    changes. A tensor larger than the threshold has a bucket to itself. The threshold is an eighth
+    of ``bucket_bytes`` for the first bucket and doubles with each bucket, up to ``bucket_bytes``.
+    Small first buckets start communication soon after backward begins.
     """
-    cuts: list[int] = []
-    filled, threshold = 0, fusion_bytes / 16
-    for index, piece in enumerate(pieces):
-        fits = filled + piece.num_bytes <= threshold
-        if cuts and fits and piece.kind == pieces[index - 1].kind:
-            cuts[-1] += 1
-            filled += piece.num_bytes
+    bucket_lengths: list[int] = []
+    filled, threshold = 0, bucket_bytes / 16
+    for index, info in enumerate(tensors):
+        fits = filled + info.num_bytes <= threshold
+        if bucket_lengths and fits and info.kind == tensors[index - 1].kind:
+            bucket_lengths[-1] += 1
+            filled += info.num_bytes
         else:
-            cuts.append(1)
-            filled, threshold = piece.num_bytes, min(fusion_bytes, 2 * threshold)
-    return tuple(cuts)
+            bucket_lengths.append(1)
+            filled, threshold = info.num_bytes, min(bucket_bytes, 2 * threshold)
+    return tuple(bucket_lengths)
 
 
-def order_of_backward(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters, last used first: the reverse of registration."""
+def parameters_in_backward_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the trainable parameters, the last used first: in reverse order of registration."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return trainable[::-1]
 
 
 class Bucket:
-    """The flat home of a few gradients, in the type they travel in.
+    """The gradients of a few parameters in one flat tensor, in the type in which they are sent.
 
-    Behind the gradients lies one element per parameter, its *mark*: 1 where this rank has a
-    gradient, else 0. The sum of the marks says whether anybody had one, so a parameter that no
-    rank used keeps no gradient at all, exactly as it would on one rank.
+    Behind the gradients lies one *has-gradient flag* per parameter: 1 if this rank has a gradient,
+    else 0. The sum of the flags over ranks says whether any rank had one. A parameter that no rank
+    used keeps ``grad = None``, as it would on one rank.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], wire: torch.dtype | None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None) -> None:
         self.parameters = tuple(parameters)
         self._sizes = [p.numel() for p in parameters]
         first = self.parameters[0]
         numel = sum(self._sizes)
         self.flat = torch.zeros(
-            numel + len(self.parameters), dtype=wire or first.dtype, device=first.device
+            numel + len(self.parameters), dtype=wire_dtype or first.dtype, device=first.device
         )
-        self.body, self.marks = self.flat[:numel], self.flat[numel:]
-        self._places = self._views(self.flat)
-        # Gradients must have their parameter's type: another wire type needs a second home.
-        same = self.flat.dtype == first.dtype
-        self._home = self.flat if same else torch.zeros_like(self.flat, dtype=first.dtype)
-        self._grads = self._places if same else self._views(self._home)
-        self._missing: list[int] = []
+        self.gradients, self.gradient_flags = self.flat[:numel], self.flat[numel:]
+        self._wire_views = self._views(self.flat)
+        # Gradients must have their parameter's type: another wire type needs a second tensor.
+        is_same_dtype = self.flat.dtype == first.dtype
+        self._gradient_storage = (
+            self.flat if is_same_dtype else torch.zeros_like(self.flat, dtype=first.dtype)
+        )
+        self._gradient_views = (
+            self._wire_views if is_same_dtype else self._views(self._gradient_storage)
+        )
+        self._missing_gradients: list[int] = []
 
     @property
     def num_bytes(self) -> int:
-        """Size of the message."""
+        """Size of the message in bytes."""
         return self.flat.nbytes
 
     @torch.no_grad()
     def pack(self, weight: float = 1.0) -> None:
-        """Take this rank's gradients from the parameters, which have none until `unpack`.
+        """Move this rank's gradients, times ``weight``, into the flat tensor.
 
-        ``weight`` times each of them is laid side by side; absent ones count as zero.
+        A missing gradient counts as zero. Until `unpack`, the parameters have no gradients.
         """
-        grads = [_dense(p.grad) for p in self.parameters]
+        grads = [_to_dense(p.grad) for p in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        self._missing = [i for i, grad in enumerate(grads) if grad is None]
-        self.marks.fill_(1)
-        for i in self._missing:
-            self._places[i].zero_()
-            self.marks[i] = 0
-        here = [(place, g) for place, g in zip(self._places, grads, strict=True) if g is not None]
-        moved = [(place, g) for place, g in here if g.data_ptr() != place.data_ptr()]
-        if moved:
-            places, sources = zip(*moved, strict=True)
-            torch._foreach_copy_(list(places), list(sources))
-        if weight != 1.0 and here:
-            torch._foreach_mul_([place for place, _ in here], weight)
+        self._missing_gradients = [i for i, grad in enumerate(grads) if grad is None]
+        self.gradient_flags.fill_(1)
+        for i in self._missing_gradients:
+            self._wire_views[i].zero_()
+            self.gradient_flags[i] = 0
+        present = [
+            (view, g) for view, g in zip(self._wire_views, grads, strict=True) if g is not None
+        ]
+        to_copy = [(view, g) for view, g in present if g.data_ptr() != view.data_ptr()]
+        if to_copy:
+            views, sources = zip(*to_copy, strict=True)
+            torch._foreach_copy_(list(views), list(sources))
+        if weight != 1.0 and present:
+            torch._foreach_mul_([view for view, _ in present], weight)
 
     @torch.no_grad()
     def unpack(self, divisor: float = 1.0) -> None:
-        """Make the sums, over ``divisor``, the gradients; nobody's parameter keeps None."""
-        # Read the marks only where one could be zero everywhere: on a GPU this waits for the sum.
-        # A sparse wire may owe a gradient of an earlier step to a parameter that nobody used now.
-        nobody = {
-            i for i in self._missing if not bool(self.marks[i] > 0) and not self._places[i].any()
+        """Give the parameters the sums, divided by ``divisor``, as views of the flat tensor.
+
+        A parameter that no rank used gets None.
+        """
+        # Flags are read only where this rank had no gradient: on a GPU the read waits for the sum.
+        # A sparse wire may send an old gradient to a parameter that no rank used in this step.
+        unused = {
+            i
+            for i in self._missing_gradients
+            if not bool(self.gradient_flags[i] > 0) and not self._wire_views[i].any()
         }
-        if self._home is not self.flat:
-            self._home.copy_(self.flat)
+        if self._gradient_storage is not self.flat:
+            self._gradient_storage.copy_(self.flat)
         if divisor != 1.0:
-            self._home.div_(divisor)
-        for i, (parameter, grad) in enumerate(zip(self.parameters, self._grads, strict=True)):
-            parameter.grad = None if i in nobody else grad
+            self._gradient_storage.div_(divisor)
+        for i, (parameter, grad) in enumerate(
+            zip(self.parameters, self._gradient_views, strict=True)
+        ):
+            parameter.grad = None if i in unused else grad
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = flat[: sum(self._sizes)].split(self._sizes)
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
 
-def _dense(grad: Tensor | None) -> Tensor | None:
-    """Sparse gradients (of embeddings) travel as dense ones: ranks touch different rows."""
+def _to_dense(grad: Tensor | None) -> Tensor | None:
+    """Return a sparse gradient (of an embedding) as a dense one: ranks touch different rows."""
     return grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad

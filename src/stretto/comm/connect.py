@@ -1,50 +1,54 @@
-"""From a `World` to a `Channel` that reaches all of it."""
+"""Connects a rank to all ranks of its world, over Gloo or NCCL."""
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from stretto.cluster.interface import check_interface, interface_towards
-from stretto.cluster.meet import meet
-from stretto.cluster.watchdog import quiet_watchdog
+from stretto.cluster.environment import disable_torch_nccl_watchdog
+from stretto.cluster.interfaces import check_interface, interface_for_host
+from stretto.cluster.rendezvous import rendezvous
 from stretto.cluster.world import World
-from stretto.comm.channel import Channel
-from stretto.comm.gloo import open_channel
-from stretto.comm.local import local_channels
+from stretto.comm.gloo import open_gloo
+from stretto.comm.local_transports import thread_transports
 from stretto.comm.nccl import open_nccl
+from stretto.comm.transport import Transport
 from stretto.errors import ConfigError
 
 
 def connect(
     world: World, timeout_s: float = 300.0, *, name: str = "train", device: str = "cpu"
-) -> Channel:
-    """Return this rank's channel to all others; a world of one needs no network.
+) -> Transport:
+    """Return this rank's transport to all others; a world of one rank needs no network.
 
-    Channels of different names are different groups: their messages never meet. With device
-    "cuda", tensors of this rank's GPU travel over NCCL.
+    Args:
+        world: The ranks, and the address of the store through which they find each other.
+        timeout_s: Seconds that a peer may be silent before it counts as lost.
+        name: Name of the group. Messages of differently named groups never mix.
+        device: "cpu" for Gloo only; with "cuda", tensors on this rank's GPU travel over NCCL.
 
     Raises:
-        ConfigError: The interface that ``world`` names is not there or has no address.
+        ConfigError: The interface that ``world`` names is missing or has no address, or
+            ``device`` is "cuda" and there is no usable GPU.
     """
-    if world.meeting is None:
-        return local_channels(1)[0]
+    if world.store_address is None:
+        return thread_transports(1)[0]
     if world.interface:
         check_interface(world.interface)
-    met = meet(world, timeout_s)
-    assert met.world.meeting is not None
-    store = PrefixStore(name, met.store)
-    gloo = open_channel(
+    joined = rendezvous(world, timeout_s)
+    assert joined.world.store_address is not None
+    store = PrefixStore(name, joined.store)
+    gloo = open_gloo(
         store,
         rank=world.rank,
-        members=met.world.mesh,
+        members=joined.world.mesh,
         generation=world.generation,
-        interface=world.interface or interface_towards(met.world.meeting.host),
+        interface=world.interface or interface_for_host(joined.world.store_address.host),
         timeout_s=timeout_s,
     )
     if device == "cpu":
         return gloo
     if not torch.cuda.is_available():
         raise ConfigError("device cuda: there is no GPU here, or this PyTorch has no CUDA")
-    quiet_watchdog()
-    gpu = torch.device("cuda", met.world.local_rank % torch.cuda.device_count())
+    disable_torch_nccl_watchdog()
+    gpu = torch.device("cuda", joined.world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)
     return open_nccl(PrefixStore(f"nccl/{world.generation}", store), gloo, gpu, timeout_s)

@@ -1,11 +1,16 @@
-"""Ranks as processes with a GPU each: a channel over NCCL.
+"""A transport between processes with one GPU each, over NCCL, with a watchdog for stuck GPUs.
 
-Note: lanes, communicators and streams. Each lane has a communicator of its own, made by all ranks
-together before its first message (`reserve`), and messages of a round are one coalesced call on it.
-Nothing here waits on the host: a call is queued on the stream that is current, and what follows
-on that stream comes after it. Tensors that are not on the GPU go over Gloo beside it.
+Each lane has its own communicator, which all ranks open together before its first message
+(`reserve`). All messages of a round are one coalesced call. No call waits on the host: it is queued
+on the current stream, in order with everything else there. CPU tensors travel over Gloo.
 """
 
+import atexit
+import os
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,66 +26,149 @@ from torch._C._distributed_c10d import (
     ReduceOp,
     ReduceScatterOptions,
     Store,
-    Work,
 )
+from torch._C._distributed_c10d import Work as C10dWork
 
 from stretto.cluster.world import Mesh
-from stretto.comm.channel import Channel, Parcel, Pending
-from stretto.comm.gloo import in_plain_words
-from stretto.comm.watchman import Watchman
-from stretto.errors import ChannelError, ConfigError
+from stretto.comm.gloo import clean_backend_message
+from stretto.comm.transport import P2POp, Transport, Work
+from stretto.errors import ConfigError, TransportError
+from stretto.units import format_s
 
-_NATIVE = "NCCL's own sum"
-_PATIENCE = 3
-"""NCCL's own time-out is so many times ours: ours is told first, with the collective's name."""
+_POLL_INTERVAL_S = 0.2
 
 
-class NcclChannel:
-    """This process's end of a group of GPUs; made by `open_nccl`."""
+def exit_process(reason: str) -> None:
+    """Print ``reason`` and exit at once: threads that wait for the GPU cannot be interrupted."""
+    sys.stderr.write(f"stretto: {reason}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class GpuTimeoutWatchdog:
+    """Ends the process when GPU work does not finish in time.
+
+    A GPU that waits for a dead peer would wait for ever, and the host with it. A daemon thread
+    polls the oldest work every 0.2 s. ``on_timeout`` is called there, once, with an error message.
+    """
 
     def __init__(
-        self, beside: Channel, open_lane: Callable[[int], Backend], watchman: Watchman
+        self, rank: int, timeout_s: float, on_timeout: Callable[[str], None] = exit_process
     ) -> None:
-        self._beside = beside
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._on_timeout = on_timeout
+        self._watched: deque[tuple[str, float, Callable[[], bool]]] = deque()
+        self._has_fired = False
+        self.is_gpu_stuck = False
+        """Whether the queued work will never finish, so that nothing may wait for it."""
+        self._lock = threading.Lock()
+        atexit.register(self._at_exit)
+        threading.Thread(target=self._poll_loop, name="gpu-timeout-watchdog", daemon=True).start()
+
+    def watch_for_timeout(self, description: str, is_completed: Callable[[], bool]) -> None:
+        """Start the time-out of the work called ``description``; ``is_completed`` ends it."""
+        self._watched.append((description, time.monotonic(), is_completed))
+
+    def _poll_loop(self) -> None:
+        while not self._has_fired:
+            time.sleep(_POLL_INTERVAL_S)
+            failure_text = self._find_failure()
+            if failure_text:
+                self._has_fired = True
+                self._on_timeout(failure_text)
+
+    def _find_failure(self) -> str:
+        """Drop finished work; return an error message if the oldest of the rest failed, else ""."""
+        with self._lock:  # `_at_exit` calls this on the main thread
+            return self._check_oldest()
+
+    def _check_oldest(self) -> str:
+        while self._watched:
+            description, since_s, is_completed = self._watched[0]
+            try:
+                has_ended = is_completed()
+            except RuntimeError as failure:  # the GPU is lost, with all the work queued on it
+                reason_line = next(iter(str(failure).splitlines()), "no reason given")
+                return f"rank {self._rank}: {description} failed on the GPU: {reason_line}"
+            if not has_ended:
+                is_late = time.monotonic() - since_s > self._timeout_s
+                return (
+                    f"rank {self._rank}: {description} has not finished after "
+                    f"{format_s(self._timeout_s)}: a peer hangs, was killed, or does not take part"
+                    if is_late
+                    else ""
+                )
+            self._watched.popleft()
+        return ""
+
+    def _at_exit(self) -> None:
+        """Name the stuck work if a GPU error ended the main thread before the watchdog saw it."""
+        failure_text = "" if self._has_fired else self._find_failure()
+        if failure_text:
+            sys.stderr.write(f"stretto: {failure_text}\n")
+        if self.is_gpu_stuck:
+            # A normal exit would close NCCL's communicators, which wait for the GPU for ever.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+_ALL_REDUCE_LABEL = "NCCL's own sum"
+_NCCL_TIMEOUT_FACTOR = 3
+"""NCCL's own time-out, in multiples of ours: ours fires first, and names the collective."""
+
+
+class NcclTransport:
+    """This process's end of a group of GPUs; created by `open_nccl`."""
+
+    def __init__(
+        self,
+        cpu_transport: Transport,
+        open_lane: Callable[[int], Backend],
+        watchdog: GpuTimeoutWatchdog,
+    ) -> None:
+        self._cpu_transport = cpu_transport
         self._open_lane = open_lane
-        self._watchman = watchman
+        self._watchdog = watchdog
         self._lanes: list[Any] = []
-        self._sum = AllreduceOptions()  # made once: for a small message it is a part of the time
-        self._sum.reduceOp = ReduceOp(ReduceOp.SUM)
-        self._scatter = ReduceScatterOptions()
-        self._scatter.reduceOp = ReduceOp(ReduceOp.SUM)
-        self._gather = AllgatherOptions()
+        # Created once: for a small message, creating the options would take a part of its time.
+        self._all_reduce_options = AllreduceOptions()
+        self._all_reduce_options.reduceOp = ReduceOp(ReduceOp.SUM)
+        self._reduce_scatter_options = ReduceScatterOptions()
+        self._reduce_scatter_options.reduceOp = ReduceOp(ReduceOp.SUM)
+        self._all_gather_options = AllgatherOptions()
         self.reserve(1)
 
     @property
     def rank(self) -> int:
-        """My place in the group."""
-        return self._beside.rank
+        """This rank's number in the group."""
+        return self._cpu_transport.rank
 
     @property
     def size(self) -> int:
-        """Number of members."""
-        return self._beside.size
+        """Number of ranks in the group."""
+        return self._cpu_transport.size
 
     @property
     def mesh(self) -> Mesh:
-        """Which members share a host."""
-        return self._beside.mesh
+        """The hosts of the group and the ranks on each."""
+        return self._cpu_transport.mesh
 
     def reserve(self, lanes: int) -> None:
-        """Open communicators up to ``lanes``; all ranks together."""
+        """Open the communicators of lanes below ``lanes``; all ranks call this together."""
         while len(self._lanes) < lanes:
             self._lanes.append(self._open_lane(len(self._lanes)))
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
-        """Queue everything as one call on the current stream; all parcels are of one lane."""
-        parcels = [*sends, *receives]
-        if not parcels:
+    def exchange(self, sends: Sequence[P2POp], receives: Sequence[P2POp]) -> None:
+        """Queue all messages as one call on the current stream; all must be on one lane."""
+        p2p_ops = [*sends, *receives]
+        if not p2p_ops:
             return
-        if not parcels[0].tensor.is_cuda:
-            self._beside.exchange(sends, receives)
+        if not p2p_ops[0].tensor.is_cuda:
+            self._cpu_transport.exchange(sends, receives)
             return
-        group = self._lanes[parcels[0].lane]
+        group = self._lanes[p2p_ops[0].lane]
         try:
             group._start_coalescing()
             for peer, tensor, _ in receives:
@@ -89,97 +177,117 @@ class NcclChannel:
                 group.send([tensor], peer, 0)
             group._end_coalescing().wait()
         except RuntimeError as failure:
-            raise self._lost(failure) from failure
+            raise self._to_transport_error(failure) from failure
 
-    def hear(self, parcel: Parcel) -> None:
-        """Hear over Gloo: on a GPU nothing may wait for who knows how long."""
-        self._beside.hear(parcel)
+    def receive(self, p2p_op: P2POp) -> None:
+        """Receive over Gloo: a GPU must not be blocked for an unknown time."""
+        self._cpu_transport.receive(p2p_op)
 
-    def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Begin the back end's own sum."""
+    def start_all_reduce(self, tensor: Tensor) -> Work:
+        """Start NCCL's own all-reduce, a sum into ``tensor``."""
         if not tensor.is_cuda:
-            return self._beside.start_all_reduce(tensor)
+            return self._cpu_transport.start_all_reduce(tensor)
         try:
-            work = self._lanes[0].allreduce([tensor], self._sum)
+            work = self._lanes[0].allreduce([tensor], self._all_reduce_options)
         except RuntimeError as failure:
-            raise self._lost(failure) from failure
-        self.watch(_NATIVE, work.is_completed)
-        return _Queued(work, self._lost)
+            raise self._to_transport_error(failure) from failure
+        self.watch_for_timeout(_ALL_REDUCE_LABEL, work.is_completed)
+        return _NcclWork(work, self._to_transport_error)
 
-    def start_reduce_scatter(self, tensor: Tensor, lane: int = 0) -> Pending:
-        """Begin the back end's own sum of chunks: rank r's part of ``tensor`` becomes the sum."""
-        mine = self._chunk(tensor)
-        return self._start("reduce_scatter", lane, mine, tensor, self._scatter)
+    def start_reduce_scatter(self, tensor: Tensor, lane: int = 0) -> Work:
+        """Start NCCL's own reduce-scatter: this rank's chunk of ``tensor`` becomes the sum."""
+        local_chunk = self._chunk(tensor)
+        return self._start(
+            "reduce_scatter", lane, local_chunk, tensor, self._reduce_scatter_options
+        )
 
-    def start_all_gather(self, tensor: Tensor, lane: int = 0) -> Pending:
-        """Begin the back end's own gather: ``tensor`` becomes every rank's part of it."""
-        mine = self._chunk(tensor)
-        return self._start("allgather", lane, tensor, mine, self._gather)
+    def start_all_gather(self, tensor: Tensor, lane: int = 0) -> Work:
+        """Start NCCL's own all-gather: every chunk of ``tensor`` becomes its owner's."""
+        local_chunk = self._chunk(tensor)
+        return self._start("allgather", lane, tensor, local_chunk, self._all_gather_options)
 
     def _chunk(self, tensor: Tensor) -> Tensor:
         length = tensor.numel() // self.size
         return tensor[self.rank * length : (self.rank + 1) * length]
 
-    def _start(
-        self, name: str, lane: int, output: Tensor, source: Tensor, options: object
-    ) -> Pending:
+    def _start(self, name: str, lane: int, output: Tensor, source: Tensor, options: object) -> Work:
         group = self._lanes[lane]
         call = getattr(group, f"_{name}_base", None) or getattr(group, f"{name}_single")
         try:
             work = call(output, source, options)
         except RuntimeError as failure:
-            raise self._lost(failure) from failure
-        self.watch(f"NCCL's own {name}", work.is_completed)
-        return _Queued(work, self._lost)
+            raise self._to_transport_error(failure) from failure
+        self.watch_for_timeout(f"NCCL's own {name}", work.is_completed)
+        return _NcclWork(work, self._to_transport_error)
 
-    def watch(self, what: str, over: Callable[[], bool]) -> None:
-        """End the process, with a name, if it is not over within the time-out."""
-        self._watchman.watch(what, over)
+    def watch_for_timeout(self, description: str, is_completed: Callable[[], bool]) -> None:
+        """End the process, naming ``description``, if the work exceeds the time-out."""
+        self._watchdog.watch_for_timeout(description, is_completed)
 
     def close(self) -> None:
-        """Leave the group; what is queued is finished first, if it can be."""
-        if not self._watchman.endless:
+        """Leave the group, after the queued work unless the GPU is stuck."""
+        if not self._watchdog.is_gpu_stuck:
             torch.cuda.synchronize()
             for group in self._lanes:
                 group.shutdown()
-        self._beside.close()
+        self._cpu_transport.close()
 
-    def _lost(self, failure: RuntimeError) -> ChannelError:
-        """Return what NCCL's refusal means; the process will not wait for the GPU any more."""
-        self._watchman.endless = True
-        return ChannelError(f"rank {self.rank}: NCCL gave up: {in_plain_words(str(failure))}")
+    def _to_transport_error(self, failure: RuntimeError) -> TransportError:
+        """Return NCCL's error as ours, and mark the GPU as stuck: nothing waits for it any more."""
+        self._watchdog.is_gpu_stuck = True
+        return TransportError(
+            f"rank {self.rank}: NCCL gave up: {clean_backend_message(str(failure))}"
+        )
 
 
-class _Queued:
-    """A native sum on its way through NCCL's stream."""
+class _NcclWork:
+    """A running collective of NCCL, on NCCL's own stream."""
 
-    def __init__(self, work: Work, lost: Callable[[RuntimeError], ChannelError]) -> None:
+    def __init__(
+        self, work: C10dWork, to_transport_error: Callable[[RuntimeError], TransportError]
+    ) -> None:
         self._work = work
-        self._lost = lost
+        self._to_transport_error = to_transport_error
         self.finished_s: float | None = None
 
     def wait(self) -> None:
-        """Let the current stream wait for the sum; the host goes on."""
+        """Make the current stream wait for the collective; the host goes on."""
         try:
             self._work.wait()
         except RuntimeError as failure:
-            raise self._lost(failure) from failure
+            raise self._to_transport_error(failure) from failure
 
 
-def open_nccl(store: Store, beside: Channel, device: torch.device, timeout_s: float) -> NcclChannel:
-    """Build a group over NCCL for the members of ``beside``; every member calls this together."""
+def open_nccl(
+    store: Store, cpu_transport: Transport, device: torch.device, timeout_s: float
+) -> NcclTransport:
+    """Build a group over NCCL for the ranks of ``cpu_transport``; all ranks call this together.
+
+    Args:
+        store: The store over which NCCL's communicators find each other.
+        cpu_transport: Carries CPU tensors, and the messages of `receive`.
+        device: This rank's GPU.
+        timeout_s: Seconds that GPU work may take before the process ends.
+
+    Raises:
+        ConfigError: This PyTorch has no NCCL, or there is no GPU.
+    """
     nccl: Any = getattr(_distributed_c10d, "ProcessGroupNCCL", None)
     if nccl is None or not torch.cuda.is_available():
         raise ConfigError(
-            "this PyTorch has no NCCL, or there is no GPU: take device cpu, or a build with CUDA"
+            "this PyTorch has no NCCL, or there is no GPU: use device cpu, or a build with CUDA"
         )
 
     def open_lane(lane: int) -> Backend:
         options = nccl.Options()
-        options._timeout = timedelta(seconds=_PATIENCE * timeout_s)
-        group = nccl(PrefixStore(f"lane/{lane}", store), beside.rank, beside.size, options)
+        options._timeout = timedelta(seconds=_NCCL_TIMEOUT_FACTOR * timeout_s)
+        group = nccl(
+            PrefixStore(f"lane/{lane}", store), cpu_transport.rank, cpu_transport.size, options
+        )
         group.eager_connect_single_device(device)
-        opened: Backend = group
-        return opened
+        backend: Backend = group
+        return backend
 
-    return NcclChannel(beside, open_lane, Watchman(beside.rank, timeout_s))
+    return NcclTransport(
+        cpu_transport, open_lane, GpuTimeoutWatchdog(cpu_transport.rank, timeout_s)
+    )

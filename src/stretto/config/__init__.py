@@ -1,11 +1,10 @@
-"""Run files and overrides turned into one frozen, checked tree; knows no component.
+"""Turn run files and overrides into one frozen, validated config tree.
 
-Each component keeps its `Config` class beside itself; this room only reads (`load`), fills in
-what was worked out later (`resolve`), writes (`to_toml`) and explains mistakes.
+Each component defines its own `Config` class. This package loads configs (`load`), adds values
+that are derived later (`set_derived_values`), writes them as TOML (`to_toml`) and explains errors.
 """
 
-from stretto.config.load import Loaded, load, resolve
-from stretto.config.shape import Config
-from stretto.config.write import to_toml
+from stretto.config.load import LoadedConfig, load, set_derived_values, to_toml
+from stretto.config.schema import Config
 
-__all__ = ["Config", "Loaded", "load", "resolve", "to_toml"]
+__all__ = ["Config", "LoadedConfig", "load", "set_derived_values", "to_toml"]

@@ -1,53 +1,59 @@
-"""Data: which samples a rank computes in a step, and where they come from."""
+"""Data: sample order, sample sources (generated shapes, text, image folders) and the prefetcher."""
 
 from typing import Annotated, assert_never
 
 from pydantic import Field
 
-from stretto.data.images import Images, ImagesConfig
-from stretto.data.loader import LoadedShare, Prefetch
-from stretto.data.order import OrderedBatches, Share, sample_at, step_share, steps_per_epoch
+from stretto.data.images import ImageFolder, ImagesConfig
+from stretto.data.loader import LoadedSamples, Prefetcher
+from stretto.data.order import (
+    DistributedBatchSampler,
+    RankSamples,
+    rank_samples,
+    samples_at,
+    steps_per_epoch,
+)
+from stretto.data.sample_source import HostContext, ReadStatistics, SampleSource, SkippedSample
 from stretto.data.shapes import Shapes, ShapesConfig
-from stretto.data.source import Account, Place, Skipped, Source
 from stretto.data.text import Text, TextConfig
 
 AnyDataConfig = ShapesConfig | TextConfig | ImagesConfig
 DataConfig = Annotated[AnyDataConfig, Field(discriminator="kind")]
-"""The ``[data]`` table of a run file; ``kind`` says which."""
+"""The ``[data]`` table of a run file; ``kind`` selects the data set."""
 
 
-def open_source(config: AnyDataConfig, *, train: bool) -> Source:
-    """Return the training samples that ``config`` describes, or those kept for evaluation."""
+def open_sample_source(config: AnyDataConfig, *, train: bool) -> SampleSource:
+    """Return the training samples, or the evaluation samples, that ``config`` describes."""
     match config:
         case ShapesConfig():
             return Shapes(config, train=train)
         case TextConfig():
             return Text(config, train=train)
         case ImagesConfig():
-            return Images(config, train=train)
+            return ImageFolder(config, train=train)
         case _:
             assert_never(config)
 
 
 __all__ = [
-    "Account",
     "AnyDataConfig",
     "DataConfig",
-    "Images",
+    "DistributedBatchSampler",
+    "HostContext",
+    "ImageFolder",
     "ImagesConfig",
-    "LoadedShare",
-    "OrderedBatches",
-    "Place",
-    "Prefetch",
+    "LoadedSamples",
+    "Prefetcher",
+    "RankSamples",
+    "ReadStatistics",
+    "SampleSource",
     "Shapes",
     "ShapesConfig",
-    "Share",
-    "Skipped",
-    "Source",
+    "SkippedSample",
     "Text",
     "TextConfig",
-    "open_source",
-    "sample_at",
-    "step_share",
+    "open_sample_source",
+    "rank_samples",
+    "samples_at",
     "steps_per_epoch",
 ]

@@ -1,8 +1,8 @@
-"""Random numbers without a generator: each is a hash of its coordinates, so order never matters.
+"""Counter-based random numbers: each one is a hash of its coordinates, so no generator has a state.
 
 The hash is the output function of SplitMix64 (Steele, Lea and Flood, 2014,
-doi:10.1145/2660193.2660195). It is written out here, in integer arithmetic, because a sample
-order must be the same under every version of every library.
+doi:10.1145/2660193.2660195). It is written out here, in integer arithmetic, because the order of
+samples must be the same under every version of every library.
 """
 
 import numpy as np
@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-"""SplitMix64's increment: consecutive multiples of it are the counter that gets hashed."""
+"""SplitMix64's increment: its consecutive multiples are the counter values that are hashed."""
 
 _MASK = (1 << 64) - 1
 
 
-def mix64(words: U64) -> U64:
-    """Return each word scrambled by a bijection of 64 bits; ``words`` must not be a scalar."""
-    mixed = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+def mix64(values: U64) -> U64:
+    """Return each 64-bit value scrambled by a bijection; ``values`` must not be a scalar."""
+    mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -25,7 +25,7 @@ def mix64(words: U64) -> U64:
 
 
 def derive_key(*coordinates: int) -> U64:
-    """Return one word (an array of length 1) that depends on every coordinate and their order."""
+    """Return a 64-bit key (an array of length 1): a hash of all coordinates in their order."""
     state = np.zeros(1, dtype=np.uint64)
     for coordinate in coordinates:
         state = mix64((state ^ np.uint64(coordinate & _MASK)) + GOLDEN)
@@ -33,10 +33,10 @@ def derive_key(*coordinates: int) -> U64:
 
 
 def counters(start: int, stop: int) -> U64:
-    """Return the counter values of draws ``start`` to ``stop``, to be added to a key."""
+    """Return the counter values of draws ``start`` to ``stop``; add them to a key."""
     return np.arange(start + 1, stop + 1, dtype=np.uint64) * GOLDEN
 
 
-def uniforms(words: U64) -> NDArray[np.float64]:
-    """Return each word as a number in [0, 1)."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniforms(values: U64) -> NDArray[np.float64]:
+    """Return each 64-bit value as a number in [0, 1)."""
+    return (values >> np.uint64(11)).astype(np.float64) * 2.0**-53

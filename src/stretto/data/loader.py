@@ -1,4 +1,4 @@
-"""The next batches, prepared by a background thread while the step computes."""
+"""Prefetching: a background thread loads the next batches while the current step computes."""
 
 import time
 from collections import deque
@@ -10,69 +10,73 @@ from typing import Self
 
 from torch import Tensor
 
-from stretto.data.order import Share
-from stretto.data.source import Source
+from stretto.data.order import RankSamples
+from stretto.data.sample_source import SampleSource
 from stretto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoadedShare:
-    """A share together with its tensors."""
+class LoadedSamples:
+    """A rank's samples of one step, together with their tensors."""
 
-    share: Share
+    local_samples: RankSamples
     inputs: Tensor
     targets: Tensor
     wait_s: float
-    """How long the consumer stood still for it: next to nothing when it was ready in time."""
+    """Seconds the consumer waited for this batch; about 0 when it was ready in time."""
 
 
-class Prefetch:
-    """Shares in order, up to ``depth`` of them loaded ahead.
+class Prefetcher:
+    """Loads the batches of ``samples_by_step`` in order, up to ``depth`` of them ahead.
 
-    While a pass fills the source's cache, nothing of the next pass is loaded before it is asked
-    for: by then all ranks have read all of this one, and what they decoded is in the cache.
+    While an epoch fills the source's cache, no batch of the next epoch is loaded before it is asked
+    for. By then every rank has read all of the current epoch, so its decoded samples are in the
+    cache.
 
-    The thread is one worker of an executor, so an error in the source comes out of ``next``, at
-    the share it belongs to, and ends the iteration; so does an error of the iterator of shares.
-    Use it in a ``with`` block: the thread ends with the block, however the block ends.
+    The thread is the only worker of an executor. An error in the source is therefore raised by
+    ``next`` for the batch it belongs to, and ends the iteration. An error raised by
+    ``samples_by_step`` is treated in the same way. Use the prefetcher in a ``with`` block: the
+    thread ends with the block, even after an exception.
     """
 
-    def __init__(self, source: Source, shares: Iterable[Share], *, depth: int = 2) -> None:
+    def __init__(
+        self, source: SampleSource, samples_by_step: Iterable[RankSamples], *, depth: int = 2
+    ) -> None:
         if depth < 1:
-            raise ConfigError(f"cannot load {depth} shares ahead; depth must be at least 1")
+            raise ConfigError(f"cannot load {depth} batches ahead; depth must be at least 1")
         self._source = source
-        self._shares = iter(shares)
+        self._samples_by_step = iter(samples_by_step)
         self._depth = depth
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stretto-data")
-        self._ahead: deque[Future[_Loaded]] = deque()
-        self._kept: Share | None = None
+        self._prefetched: deque[Future[_LoadResult]] = deque()
+        self._deferred: RankSamples | None = None
         self._epoch: int | None = None
-        """Of the share that was given to the thread last."""
+        """The epoch of the batch that was submitted last."""
         self._load_ahead()
 
-    def __iter__(self) -> Iterator[LoadedShare]:
+    def __iter__(self) -> Iterator[LoadedSamples]:
         return self
 
-    def __next__(self) -> LoadedShare:
-        if self._kept is not None and not self._ahead:
-            self._load(self._kept)
-        if not self._ahead:
+    def __next__(self) -> LoadedSamples:
+        if self._deferred is not None and not self._prefetched:
+            self._load(self._deferred)
+        if not self._prefetched:
             self.close()
             raise StopIteration
-        asked_s = time.perf_counter()
+        wait_began_s = time.perf_counter()
         try:
-            loaded = self._ahead.popleft().result()
+            loaded = self._prefetched.popleft().result()
         except BaseException:  # also an interrupt while waiting: no thread may outlive it
             self.close()
             raise
-        wait_s = time.perf_counter() - asked_s
+        wait_s = time.perf_counter() - wait_began_s
         self._load_ahead()
-        return LoadedShare(*loaded, wait_s)
+        return LoadedSamples(*loaded, wait_s)
 
     def close(self) -> None:
-        """Stop loading and join the thread; what was loaded ahead is dropped."""
-        self._ahead.clear()
-        self._kept, self._shares = None, iter(())
+        """Stop loading and join the thread; batches that were loaded ahead are dropped."""
+        self._prefetched.clear()
+        self._deferred, self._samples_by_step = None, iter(())
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -87,34 +91,34 @@ class Prefetch:
         self.close()
 
     def _load_ahead(self) -> None:
-        """Give the thread work up to ``depth``, or to the end of the pass."""
-        while self._kept is None and len(self._ahead) < self._depth:
+        """Submit batches until ``depth`` are loaded ahead or the epoch ends."""
+        while self._deferred is None and len(self._prefetched) < self._depth:
             try:
-                share = next(self._shares)
+                local_samples = next(self._samples_by_step)
             except StopIteration:
                 return
-            except Exception as wrong:  # noqa: BLE001 - comes out where its share would have
-                self._shares = iter(())
-                self._ahead.append(_failed(wrong))
+            except Exception as failure:  # noqa: BLE001 - raised in place of its batch
+                self._samples_by_step = iter(())
+                self._prefetched.append(_failed_future(failure))
                 return
-            if self._epoch in (None, share.epoch) or not self._source.fills_cache:
-                self._load(share)
+            if self._epoch in (None, local_samples.epoch) or not self._source.fills_cache:
+                self._load(local_samples)
             else:
-                self._kept = share
+                self._deferred = local_samples
 
-    def _load(self, share: Share) -> None:
-        self._kept, self._epoch = None, share.epoch
-        self._ahead.append(self._pool.submit(_load, self._source, share))
-
-
-_Loaded = tuple[Share, Tensor, Tensor]
+    def _load(self, local_samples: RankSamples) -> None:
+        self._deferred, self._epoch = None, local_samples.epoch
+        self._prefetched.append(self._pool.submit(_load, self._source, local_samples))
 
 
-def _load(source: Source, share: Share) -> _Loaded:
-    return (share, *source.batch(share.samples, share.epoch))
+_LoadResult = tuple[RankSamples, Tensor, Tensor]
 
 
-def _failed(wrong: Exception) -> "Future[_Loaded]":
-    future: Future[_Loaded] = Future()
-    future.set_exception(wrong)
+def _load(source: SampleSource, local_samples: RankSamples) -> _LoadResult:
+    return (local_samples, *source.batch(local_samples.samples, local_samples.epoch))
+
+
+def _failed_future(failure: Exception) -> "Future[_LoadResult]":
+    future: Future[_LoadResult] = Future()
+    future.set_exception(failure)
     return future

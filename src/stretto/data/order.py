@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (seed, epoch, position), the same at any world size.
 
-Nothing is stored and nothing is drawn: a position is sent through a keyed permutation, so the
-state of a run's data is its step number, and a run that continues with other ranks still sees
-each sample exactly once an epoch.
+No order is stored: each position is mapped through a keyed permutation. The state of a run's data
+is therefore its step number. A run that continues with another number of ranks still reads each
+sample exactly once an epoch.
 """
 
 import math
@@ -16,36 +16,40 @@ from stretto.data.hashing import U64, counters, derive_key, mix64
 from stretto.errors import ConfigError
 
 _ROUNDS = 8
-"""Half rounds of the Feistel network; 3 already pass the statistics in the tests, 2 do not."""
+"""Half rounds of the Feistel network: 3 already pass the statistical tests, 2 fail them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
-    """What one rank computes of one step; ``samples`` may be empty, the step goes on."""
+class RankSamples:
+    """The samples that one rank computes in one step; ``samples`` may be empty."""
 
     samples: NDArray[np.int64]
     epoch: int = 0
-    """Which pass over the data this is: a source may show a sample differently in each."""
+    """The pass over the data, from 0; a source may augment a sample differently in each epoch."""
 
 
-def sample_at(
-    positions: NDArray[np.int64], *, num_samples: int, seed: int, epoch: int
+def samples_at(
+    epoch_indices: NDArray[np.int64], *, num_samples: int, seed: int, epoch: int
 ) -> NDArray[np.int64]:
-    """Return the samples that stand at ``positions`` of the epoch, in [0, num_samples).
+    """Return the samples at positions ``epoch_indices`` of the epoch, each in [0, num_samples).
 
-    A Feistel network over a grid of about sqrt(N) by sqrt(N) cells; a result in one of the
-    fewer than sqrt(N) cells too many is sent through again until it falls inside (Black and
-    Rogaway, 2002, doi:10.1007/3-540-45760-7_9). Memory and time go with ``positions``, not N.
+    The permutation is a Feistel network over a grid of about sqrt(N) by sqrt(N) cells. The grid has
+    up to sqrt(N) cells too many. A result in one of these is permuted again until it is a sample
+    (cycle walking: Black and Rogaway, 2002, doi:10.1007/3-540-45760-7_9). Time and memory are
+    proportional to ``epoch_indices``, not to N.
+
+    Raises:
+        ConfigError: A position is outside the epoch.
     """
-    if positions.size and not 0 <= positions.min() <= positions.max() < num_samples:
+    if epoch_indices.size and not 0 <= epoch_indices.min() <= epoch_indices.max() < num_samples:
         raise ConfigError(
-            f"positions {positions.min()} to {positions.max()} are outside an epoch of "
+            f"positions {epoch_indices.min()} to {epoch_indices.max()} are outside an epoch of "
             f"{num_samples} samples; a position counts from the start of its own epoch"
         )
     rows = math.isqrt(max(num_samples, 1) - 1) + 1
     cols = -(-num_samples // rows)
     keys = mix64(derive_key(seed, epoch) + counters(0, _ROUNDS))
-    cells = positions.astype(np.uint64)
+    cells = epoch_indices.astype(np.uint64)
     outside = np.arange(cells.size)
     while outside.size:
         cells[outside] = _feistel(cells[outside], rows, cols, keys)
@@ -54,11 +58,11 @@ def sample_at(
 
 
 def steps_per_epoch(num_samples: int, batch: int) -> int:
-    """Return the steps that cover ``num_samples``, the last one ragged where it must be."""
+    """Return the number of steps that cover ``num_samples``; the last one may be smaller."""
     return -(-num_samples // batch)
 
 
-def step_share(  # noqa: PLR0913 - these seven are what an order depends on, and all of it
+def rank_samples(  # noqa: PLR0913 - the order depends on exactly these seven
     step_in_epoch: int,
     *,
     batch: int,
@@ -67,26 +71,26 @@ def step_share(  # noqa: PLR0913 - these seven are what an order depends on, and
     num_samples: int,
     seed: int,
     epoch: int,
-) -> Share:
+) -> RankSamples:
     """Return the samples that ``rank`` of ``size`` computes in one step of ``batch`` samples.
 
-    The step covers positions [step * batch, (step + 1) * batch), cut off at the end of the
-    epoch, whatever the world size; ranks take them in turn.
+    The step covers positions [step * batch, (step + 1) * batch), cut off at the end of the epoch,
+    at any world size. Ranks take these positions in turn (rank, rank + size, ...).
     """
     start = step_in_epoch * batch
     stop = min(start + batch, num_samples)
-    positions = np.arange(start + rank, stop, size, dtype=np.int64)
-    samples = sample_at(positions, num_samples=num_samples, seed=seed, epoch=epoch)
-    return Share(samples, epoch)
+    epoch_indices = np.arange(start + rank, stop, size, dtype=np.int64)
+    samples = samples_at(epoch_indices, num_samples=num_samples, seed=seed, epoch=epoch)
+    return RankSamples(samples, epoch)
 
 
-class OrderedBatches:
+class DistributedBatchSampler:
     """Batches of sample indices for this rank: the ``batch_sampler`` of a plain ``DataLoader``.
 
-    ``batch`` counts samples over all ranks. Every rank gets the same number of batches and at
-    least one sample in each, so that ranks in an ordinary loop stay in step: a last batch too
-    small for that is joined to the one before. A pass that is iterated to its end moves on to
-    the next epoch by itself.
+    ``batch`` counts samples over all ranks. Every rank gets the same number of batches and at least
+    one sample in each, so that the ranks of an ordinary loop make the same number of steps. A last
+    batch that is too small for that is merged into the one before. After a complete iteration the
+    sampler moves on to the next epoch.
     """
 
     def __init__(
@@ -108,16 +112,16 @@ class OrderedBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next pass goes through."""
+        """The epoch that the next iteration reads."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, as after a resume."""
+        """Set the epoch that the next iteration reads, for example after a resume."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         steps, rest = divmod(self._num_samples, self._batch)
-        # A rest of fewer samples than ranks goes into the last full batch.
+        # If fewer samples are left than there are ranks, they join the last full batch.
         return steps + (rest >= self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -125,20 +129,20 @@ class OrderedBatches:
         for step in range(len(self)):
             start = step * self._batch
             stop = self._num_samples if step == last else start + self._batch
-            positions = np.arange(start + self._rank, stop, self._size, dtype=np.int64)
-            samples = sample_at(
-                positions, num_samples=self._num_samples, seed=self._seed, epoch=epoch
+            epoch_indices = np.arange(start + self._rank, stop, self._size, dtype=np.int64)
+            samples = samples_at(
+                epoch_indices, num_samples=self._num_samples, seed=self._seed, epoch=epoch
             )
             yield samples.tolist()
-        if self._epoch == epoch:  # not chosen anew during the pass
+        if self._epoch == epoch:  # unless `set_epoch` was called during the iteration
             self._epoch = epoch + 1
 
 
 def _feistel(cells: U64, rows: int, cols: int, keys: U64) -> U64:
-    """Return a keyed permutation of the cells of a grid: each half round shifts one coordinate.
+    """Return a keyed permutation of the cells of a grid; each half round shifts one coordinate.
 
-    The shift of a row depends on the column alone and the other way round, which is why
-    every half round can be undone and the whole is a bijection for any hash.
+    The shift of a row depends on the column alone, and the other way round. Every half round can
+    therefore be undone, so the whole is a bijection for any hash.
     """
     row, col = cells // np.uint64(cols), cells % np.uint64(cols)
     for half_round, key in enumerate(keys):
@@ -150,6 +154,6 @@ def _feistel(cells: U64, rows: int, cols: int, keys: U64) -> U64:
 
 
 def _shift(coordinate: U64, key: np.uint64) -> U64:
-    # One bit is given up so that adding a coordinate cannot wrap around 2^64: a sum that
-    # wraps before the modulo would send two cells to one.
+    # Only 63 bits are used, so that adding a coordinate cannot wrap around 2^64. A sum that
+    # wraps before the modulo would map two cells to one.
     return mix64(coordinate ^ key) >> np.uint64(1)

@@ -1,4 +1,4 @@
-"""A text file as samples: windows of bytes, each predicting its next byte; the end is held out."""
+"""A text file as samples: windows of bytes for next-byte prediction; the end is held out."""
 
 import hashlib
 from pathlib import Path
@@ -11,11 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from stretto.config import Config
-from stretto.data.source import SelfContained
+from stretto.data.sample_source import StatelessSource
 from stretto.errors import ConfigError
 
 _PROBE_BYTES = 1 << 16
-"""How much of either end of a file goes into its fingerprint: a large file is not read whole."""
+"""Bytes of either end of a file that enter its fingerprint; large files are not read whole."""
 
 
 class TextConfig(Config):
@@ -25,12 +25,12 @@ class TextConfig(Config):
     path: str
     """The file; any bytes will do. A relative path counts from the working directory."""
     context: int = Field(default=64, ge=1)
-    """Bytes a sample shows; there are as many next bytes to predict."""
+    """Number of bytes in a sample; the targets are as many next bytes."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the file, at its end, that is kept for evaluation."""
+    """Fraction of the file, at its end, that is kept for evaluation."""
 
 
-class Text(SelfContained):
+class Text(StatelessSource):
     """Sample ``i`` is the i-th window of ``context`` + 1 bytes; windows do not overlap."""
 
     def __init__(self, config: TextConfig, *, train: bool) -> None:
@@ -38,26 +38,26 @@ class Text(SelfContained):
         window = config.context + 1
         num_bytes = _checked_size(path, config)
         num_windows = num_bytes // window
-        # At least one window on either side, or there is nothing to train or to evaluate.
+        # Training and evaluation get at least one window each.
         held_out = min(max(round(num_windows * config.held_out), 1), num_windows - 1)
-        trained = num_windows - held_out
-        # Mapped, not read: ranks of one machine share the file's pages.
+        num_train = num_windows - held_out
+        # Memory-mapped, so that the ranks of a host share the file's pages.
         file = np.memmap(path, dtype=np.uint8, mode="r", shape=(num_windows, window))
-        self._windows = file[:trained] if train else file[trained:]
-        self.num_samples = trained if train else held_out
+        self._windows = file[:num_train] if train else file[num_train:]
+        self.num_samples = num_train if train else held_out
         self.fingerprint = (
             f"text of {num_bytes} bytes, {_digest_of_ends(path)}, in windows of {window}, "
-            f"{trained} to train on and {held_out} held out, {'train' if train else 'test'}"
+            f"{num_train} to train on and {held_out} held out, {'train' if train else 'test'}"
         )
 
     def batch(self, indices: NDArray[np.int64], epoch: int = 0) -> tuple[Tensor, Tensor]:
-        """Return bytes [B, context] and the bytes that follow each, as int64, in any epoch."""
+        """Return bytes [B, context] and the byte after each, as int64; the same in every epoch."""
         windows = torch.from_numpy(self._windows[indices].astype(np.int64))
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def _checked_size(path: Path, config: TextConfig) -> int:
-    """Return the bytes in ``path``, or say what is wrong with it."""
+    """Return the size of ``path`` in bytes; raise `ConfigError` if it is missing or too short."""
     needed = 2 * (config.context + 1)
     if not path.is_file():
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""What `stretto doctor` does: each rank looks around, all tell one another, pure checks judge.
+"""The checks of `stretto doctor`: ranks collect and exchange facts; pure functions check them.
 
-`facts` looks at this machine, `door` and `meet` reach the peers, `checks` turns what all ranks saw
-into findings, `examine` puts them in order and keeps the whole within its time.
+`local_facts` inspects this machine, `port_probe` and `exchange_facts` reach the peers, `checks` and
+`machine_checks` turn the facts of all ranks into findings. `examine` runs all of it within a time
+limit.
 """

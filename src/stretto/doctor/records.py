@@ -1,101 +1,101 @@
-"""What ranks tell one another, and what is made of it: frozen records that travel as JSON."""
+"""Records of the doctor: facts that ranks exchange as JSON, and the findings of checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.cluster.meet import Card
+from stretto.cluster.rendezvous import RankInfo
 
 Status = Literal["ok", "warn", "FAIL"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check says, in one line."""
+    """The result of one check, printed as one line."""
 
     check: str
     status: Status
     ranks: tuple[int, ...]
-    """The ranks it is about; none where it is about all."""
+    """The ranks that the finding is about; empty if it is about all."""
     finding: str
     advice: str = ""
-    """What to do; never empty where the status is FAIL."""
+    """What to do; never empty if the status is FAIL."""
 
 
 @dataclass(frozen=True, slots=True)
-class Purpose:
-    """What the run will ask of the machines."""
+class RunRequirements:
+    """What the run needs of the machines."""
 
     folder: str
-    """Where it writes."""
-    need_bytes: int
-    """Room it needs there, on the host of rank 0, which writes the checkpoints."""
-    need: str
-    """What that room is for, as in ``"3 checkpoints"``."""
-    silence_s: float
+    """The folder that the run writes to."""
+    required_bytes: int
+    """Disk space needed there on the host of rank 0, which writes the checkpoints."""
+    required_for: str
+    """What needs the space, as in ``"3 checkpoints"``."""
+    heartbeat_timeout_s: float
     timeout_s: float
     threads: int | None = None
     decoders: int = 0
-    """Helper processes of each rank."""
+    """Number of decoder processes of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Who a rank is, according to its launcher, and where it finds itself."""
+class RankIdentity:
+    """A rank's identity according to its launcher, and its host."""
 
-    card: Card
+    rank_info: RankInfo
     host: str
     machine_id: str
-    """The same for ranks on one running kernel."""
+    """Boot id, equal for ranks on one running kernel."""
     pid: int
-    why: str
-    """Which launcher was found, and what in the environment showed it."""
-    meeting: str
-    """Host and port of the store; empty for a rank alone."""
+    detected_by: str
+    """The launcher that was detected, and the variables that showed it."""
+    store_address: str
+    """Host and port of the store; empty for a single rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the rank may use."""
+    """Hardware and limits of a rank's machine."""
 
     cores: tuple[int, ...]
     threads: int
     memory_bytes: int
     gpus: tuple[str, ...]
     shm_bytes: int | None
-    """Free shared memory; None where there is no /dev/shm."""
+    """Free shared memory; None without /dev/shm."""
     files_soft: int
     files_hard: int
     kill_wait_s: float | None = None
-    """What Slurm leaves between TERM and KILL; None elsewhere."""
+    """Seconds that Slurm waits between TERM and KILL; None without Slurm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What the rank runs."""
+    """Versions and source files that a rank runs."""
 
     versions: Mapping[str, str]
     files: Mapping[str, str]
     """Digest of each source file of the package, by its path."""
     backends: tuple[str, ...]
     cuda: str
-    """The CUDA that torch was built for; empty for none."""
+    """The CUDA version that torch was built for; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The interface the rank talks over."""
+    """The network interface and ports of a rank."""
 
-    asked: str
-    """What STRETTO_INTERFACE or GLOO_SOCKET_IFNAME names; empty when neither is set."""
-    known: tuple[str, ...]
-    asked_is_up: bool
-    asked_address: str
-    """Empty when it has none, or does not exist."""
-    towards: str
-    """The interface that the kernel takes to the meeting point; empty when there is no way."""
+    requested_interface: str
+    """Value of STRETTO_INTERFACE or GLOO_SOCKET_IFNAME; empty if neither is set."""
+    interface_names: tuple[str, ...]
+    requested_is_up: bool
+    requested_address: str
+    """Address of the requested interface; empty if it has none or does not exist."""
+    route_interface: str
+    """The interface of the kernel's route to the store; empty without a route."""
     address: str
-    """Where this rank listens; empty when it has no address at all."""
+    """The address that this rank listens on; empty without any."""
     ports_low: int
     ports_high: int
     ports_used: int
@@ -103,23 +103,23 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """The place where the run writes, tried by writing."""
+    """The folder that the run writes to, with the result of a test write."""
 
     path: str
     free_bytes: int
     free_inodes: int | None
-    """None where the file system does not count them."""
+    """None if the file system does not count inodes."""
     error: str = ""
-    """What writing a file there failed with."""
+    """Error of the test write; empty if it succeeded."""
     is_full: bool = False
-    """Whether that was for lack of room."""
+    """Whether the test write failed for lack of space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything a rank knows of itself."""
+    """All facts that a rank collects about itself."""
 
-    place: Place
+    identity: RankIdentity
     machine: Machine
     code: Code
     network: Network
@@ -127,8 +127,8 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """Where a rank awaits its visitors, and the word that shows they are of this world."""
+class ProbeEndpoint:
+    """The address on which a rank answers probes, and the token of this world."""
 
     address: str
     port: int
@@ -136,7 +136,7 @@ class Door:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class ProbeResult:
     """One attempt to reach a peer; ``failure`` is empty when the peer answered."""
 
     peer: int
@@ -145,39 +145,39 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """How far this rank's wall clock is ahead of the speaker's, give or take."""
+class ClockOffset:
+    """How far this rank's wall clock is ahead of the coordinator's, with its uncertainty."""
 
     ahead_s: float
     uncertainty_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What a rank found on its round of visits."""
+class ProbeReport:
+    """Results of a rank's probes, and its clock offset."""
 
-    visits: tuple[Visit, ...]
-    clock: Clock | None = None
-    """None for the speaker, and where its clock could not be read."""
+    probes: tuple[ProbeResult, ...]
+    clock: ClockOffset | None = None
+    """None on the coordinator, or if the coordinator's clock could not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What the speaker knows when time is up; the input of every check."""
+    """Everything that the coordinator has collected; the input of every check."""
 
-    purpose: Purpose
+    requirements: RunRequirements
     size: int
-    speaker: int
+    coordinator: int
     facts: Mapping[int, Facts]
-    """Of every rank that came to the roll call and could be understood."""
-    rounds: Mapping[int, Round] = field(default_factory=dict)
-    came: tuple[int, ...] = ()
-    doubles: Mapping[int, str] = field(default_factory=dict)
-    """Ranks that a second process claimed, and where that one runs."""
-    trouble: str = ""
-    """Why the speaker could not meet the others, or not to the end, and what to do."""
+    """Facts of every present rank whose facts could be parsed."""
+    probe_reports: Mapping[int, ProbeReport] = field(default_factory=dict)
+    present_ranks: tuple[int, ...] = ()
+    duplicate_ranks: Mapping[int, str] = field(default_factory=dict)
+    """Ranks that a second process claimed, with that process's host and pid."""
+    rendezvous_error: str = ""
+    """Why the rendezvous failed, and after "; " what to do; empty if it succeeded."""
 
     @property
-    def own(self) -> Facts:
-        """What the speaker knows of itself."""
-        return self.facts[self.speaker]
+    def coordinator_facts(self) -> Facts:
+        """Facts of the coordinator itself."""
+        return self.facts[self.coordinator]

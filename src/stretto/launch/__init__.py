@@ -1,1 +1,1 @@
-"""Start, watch and end workers: on this machine, or in a cluster in a box."""
+"""Start, supervise and end workers, on this machine or in a lab; write Slurm batch files."""

@@ -1,9 +1,10 @@
-"""Start worker processes, hear them, and leave none behind, whoever dies first.
+"""Start worker processes, read their output, and end all of them with the launcher.
 
-Note "who ends whom". Every worker leads a session of its own. When one fails, or a signal reaches
-us, the others are asked to end, and after some patience their whole process groups are killed.
-When we are killed ourselves (kill -9), the kernel kills each worker by its parent-death signal;
-what the workers had started is then nobody's, which is why a lab also clears by namespace.
+Every worker leads a session of its own. When one fails, or a signal reaches the launcher, the
+others get a signal, and after a grace period their whole process groups are killed. When the
+launcher itself is killed (kill -9), the kernel kills each worker by its parent-death signal.
+Processes that the workers had started may then survive, which is why a lab also clears by
+namespace.
 """
 
 import math
@@ -19,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from stretto.launch.pipes import Output
-from stretto.telemetry.wording import printable
+from stretto.launch.worker_output import WorkerOutput
+from stretto.telemetry.event_text import strip_unprintable
 
 TAIL_LINES = 20
-"""How much of a failed worker's log its error message repeats."""
+"""Lines of a failed worker's log that its error message repeats."""
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""What asks a run to stop: a person, a scheduler, a terminal that is closed."""
+"""Signals that ask a run to stop: sent by a person, a scheduler, or a terminal that is closed."""
 
 # The shell asks for its parent only after the parent-death signal is armed, so that a launcher
 # that dies between fork and arming is noticed as well.
@@ -41,39 +42,39 @@ class Worker:
     argv: Sequence[str]
     env: Mapping[str, str]
     log: Path | None = None
-    """Where its output goes; None lets it write to our own stdout and stderr."""
-    place: str = ""
-    """Where it runs, for messages, as in ``"host 2"``."""
+    """File for its output; None lets it write to our own stdout and stderr."""
+    location: str = ""
+    """Its host, for messages, as in ``"host 2"``."""
 
     @property
     def title(self) -> str:
-        """Return how messages name this worker."""
-        return f"rank {self.rank} on {self.place}" if self.place else f"rank {self.rank}"
+        """The name of this worker in messages."""
+        return f"rank {self.rank} on {self.location}" if self.location else f"rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a set of workers ended; ``exit_code`` is 0 only if every one of them ended with 0."""
+class LaunchOutcome:
+    """How a set of workers ended; ``exit_code`` is 0 only if all of them ended with 0."""
 
     exit_code: int
     failed_rank: int | None = None
-    """The first to fail; None when all went well or the run was asked to stop."""
+    """The rank that caused the failure; None if none failed or the run was asked to stop."""
     reason: str = ""
-    brief: str = ""
-    """A failure's reason in a few words, for where the whole of it is told beside."""
+    short_reason: str = ""
+    """A failure's reason in a few words, for places that show the full reason as well."""
 
 
-class Bell:
-    """Signals turned into something to wait for; made by `listening`."""
+class SignalWaiter:
+    """Waits for signals, child exits and readable descriptors; made by `catch_signals`."""
 
     def __init__(self, wake_fd: int) -> None:
         self._wake_fd = wake_fd
         self.received: list[int] = []
-        """Signals that asked us to stop, in order of arrival."""
+        """Stop signals, in order of arrival."""
 
     def wait(self, timeout_s: float | None = None, *, readable: Sequence[int] = ()) -> list[int]:
-        """Return at a signal, a child's end or a readable descriptor, with the readable ones."""
-        # Not select(): it knows no descriptor above 1023, and a large machine has many ranks.
+        """Wait for a signal, a child's end or a readable descriptor; return the readable ones."""
+        # Not select(): it supports descriptors up to 1023 only, and a large machine has many ranks.
         poll = select.poll()
         for fd in (self._wake_fd, *readable):
             poll.register(fd, select.POLLIN)
@@ -86,25 +87,27 @@ class Bell:
 
 
 @contextmanager
-def listening() -> Iterator[Bell]:
-    """Collect `STOP_SIGNALS` instead of dying of them, for as long as the context lasts.
+def catch_signals() -> Iterator[SignalWaiter]:
+    """Collect `STOP_SIGNALS` instead of being killed by them, while the context lasts.
 
-    Nothing is raised out of a handler: whoever holds the bell looks at ``received`` when it can
-    end in good order. Main thread only, as for every signal handler.
+    Nothing is raised in a handler: the user of the `SignalWaiter` checks ``received`` where it can
+    end in good order. Main thread only, like every signal handler.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
     os.set_blocking(write_fd, False)
-    bell = Bell(read_fd)
+    signals = SignalWaiter(read_fd)
 
-    def note(signum: int, _frame: FrameType | None) -> None:
+    def on_signal(signum: int, _frame: FrameType | None) -> None:
         if signum != signal.SIGCHLD:
-            bell.received.append(signum)
+            signals.received.append(signum)
 
     before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, note) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    before = {
+        number: signal.signal(number, on_signal) for number in (*STOP_SIGNALS, signal.SIGCHLD)
+    }
     try:
-        yield bell
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -113,29 +116,29 @@ def listening() -> Iterator[Bell]:
         os.close(write_fd)
 
 
-class Crew:
-    """The workers that were started: how they end, what they say, and their end if need be.
+class WorkerGroup:
+    """The started workers: their exit codes, their output, and how to end them.
 
-    Whoever waits here keeps reading what they say, so that none of them is stuck on a full pipe.
+    Waiting methods keep reading the workers' output, so that none of them blocks on a full pipe.
     """
 
-    def __init__(self, bell: Bell, output: Output) -> None:
-        self.bell = bell
-        self.codes: dict[int, int] = {}
-        """How those ended that did: the exit code, or minus the signal that killed them."""
+    def __init__(self, signals: SignalWaiter, output: WorkerOutput) -> None:
+        self.signals = signals
+        self.exit_codes: dict[int, int] = {}
+        """By rank, for ended workers: the exit code, or minus the signal that killed it."""
         self._output = output
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
     def running(self) -> list[int]:
-        """Return the ranks that were not seen to end."""
-        return [rank for rank in self._processes if rank not in self.codes]
+        """The ranks that have not been seen to end."""
+        return [rank for rank in self._processes if rank not in self.exit_codes]
 
     def start(self, worker: Worker) -> None:
-        """Start a worker; it is killed when this process dies."""
-        with self._output.connected(worker.rank) as (stdout, stderr):
+        """Start a worker; the kernel kills it when this process dies."""
+        with self._output.redirect_streams(worker.rank) as (stdout, stderr):
             self._processes[worker.rank] = subprocess.Popen(
-                guarded(worker.argv),
+                with_parent_death_signal(worker.argv),
                 env={**os.environ, **worker.env},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -146,71 +149,73 @@ class Crew:
     def wait(
         self, done: Callable[[], object], within_s: float = math.inf, *, every_s: float = math.inf
     ) -> None:
-        """Return when ``done`` says so, or late; asked at each event, and every ``every_s``."""
+        """Wait until ``done()`` is true or ``within_s`` have passed.
+
+        ``done`` is checked after each event and every ``every_s`` seconds.
+        """
         deadline_s = time.monotonic() + within_s
-        self._look()
+        self._collect_exits()
         while not done() and (left_s := deadline_s - time.monotonic()) > 0:
-            timeout_s = min(left_s, every_s, self._output.wait_s())
-            ready = self.bell.wait(
+            timeout_s = min(left_s, every_s, self._output.max_wait_s())
+            ready = self.signals.wait(
                 None if timeout_s == math.inf else timeout_s, readable=self._output.descriptors
             )
             self._output.read(ready)
-            self._look()
+            self._collect_exits()
 
-    def ask(self, signum: int) -> None:
-        """Send a signal to the workers that still run; not to helpers, which they still need."""
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the running workers, but not to their child processes."""
         for rank in self.running:
             os.kill(self._processes[rank].pid, signum)
 
     def kill(self) -> None:
-        """Kill the process groups of all workers, also of those that ended, and reap.
+        """Kill the process groups of all workers, also of those that ended, and reap them.
 
-        Who had ended by then, unseen, keeps the code it ended with.
+        A worker that had already ended keeps its exit code.
         """
         for rank, process in self._processes.items():
-            # A group without members left is not an error.
+            # An empty process group is not an error.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            self.codes.setdefault(rank, process.wait())
+            self.exit_codes.setdefault(rank, process.wait())
         self._processes.clear()
 
-    def end(self, grace_s: float) -> None:
-        """Ask the workers that still run to end, then kill; a signal to us cuts the grace short."""
-        heard = len(self.bell.received)
-        self.ask(signal.SIGTERM)
-        self.wait(lambda: not self.running or len(self.bell.received) > heard, grace_s)
+    def terminate(self, grace_s: float) -> None:
+        """Send TERM to the running workers, then KILL; a signal to us ends the grace period."""
+        num_seen = len(self.signals.received)
+        self.send_signal(signal.SIGTERM)
+        self.wait(lambda: not self.running or len(self.signals.received) > num_seen, grace_s)
         self.kill()
 
-    def _look(self) -> None:
-        """See who has ended, and hear them out: their last words come before their end is judged.
+    def _collect_exits(self) -> None:
+        """Record exit codes of ended workers, after reading the rest of their output.
 
-        They are not reaped: an unreaped leader keeps its process group's number from being given
-        to a stranger.
+        They are not reaped: while a group leader is not reaped, its process group id is not reused.
         """
         for rank in self.running:
             pid = self._processes[rank].pid
-            seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if seen is not None:
-                self._output.hear_out(rank)
-                exited = seen.si_code == os.CLD_EXITED
-                self.codes[rank] = seen.si_status if exited else -seen.si_status
+            exit_info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if exit_info is not None:
+                self._output.drain(rank)
+                exited = exit_info.si_code == os.CLD_EXITED
+                self.exit_codes[rank] = exit_info.si_status if exited else -exit_info.si_status
 
 
-def guarded(argv: Sequence[str], *, by: str = "KILL") -> list[str]:
-    """Return ``argv`` changed so that the process is killed, or asked to end, when this one dies.
+def with_parent_death_signal(argv: Sequence[str], *, death_signal: str = "KILL") -> list[str]:
+    """Return ``argv`` wrapped so that the process gets ``death_signal`` when this one dies.
 
-    ``by`` is the signal; one that a process can hear lets it clear up.
+    A signal other than KILL lets the process clean up.
     """
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         return list(argv)
-    arming = [setpriv, "--pdeathsig", by, "--"]
-    return [*arming, "/bin/sh", "-c", _IF_PARENT_LIVES, "sh", str(os.getpid()), *argv]
+    setpriv_command = [setpriv, "--pdeathsig", death_signal, "--"]
+    return [*setpriv_command, "/bin/sh", "-c", _IF_PARENT_LIVES, "sh", str(os.getpid()), *argv]
 
 
-def tail(log: Path, *, num_lines: int = TAIL_LINES) -> str:
-    """Return the last lines of a log, read from its end so that its size does not matter."""
+def read_tail(log: Path, *, num_lines: int = TAIL_LINES) -> str:
+    """Return the last lines of a log; only its end is read, so its size does not matter."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 400 * num_lines))
         lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(printable(line) for line in lines[-num_lines:])
+    return "\n".join(strip_unprintable(line) for line in lines[-num_lines:])

@@ -1,4 +1,4 @@
-"""One rank's life: find the others, put the parts together, train, leave things in order."""
+"""The main function of one rank: join the other ranks, assemble the run, train, clean up."""
 
 import json
 import os
@@ -11,191 +11,205 @@ from typing import TextIO
 import torch
 
 from stretto.cluster.world import World
-from stretto.comm.channel import Channel
-from stretto.comm.small import gather_text, meet_all
-from stretto.comm.spread import spread_text
-from stretto.config import Loaded
-from stretto.data.source import Place
+from stretto.comm.broadcast import broadcast_text
+from stretto.comm.transport import Transport, all_gather_text, barrier
+from stretto.config import LoadedConfig
+from stretto.data.sample_source import HostContext
 from stretto.errors import STOPPED_EXIT_CODE, ConfigError
-from stretto.launch.folder import enter_run
-from stretto.launch.parent import WORKERS, end_with_parent
-from stretto.launch.seat import Seat, blaming, control_of, leave, take_seat
-from stretto.launch.stop import StopRequest, heeding
+from stretto.launch.process_setup import LAUNCHER_NAME, exit_with_parent
+from stretto.launch.run_folder import claim_run_folder
+from stretto.launch.worker_context import (
+    StopRequest,
+    WorkerContext,
+    catch_stop_request,
+    join_world,
+    leave_world,
+    make_control_plane,
+    report_failures,
+)
 from stretto.run import (
-    Prepared,
+    PreparedRun,
     RunConfig,
     assemble,
-    derived_for,
-    digest,
+    derive_rates,
     flat_settings,
     prepare,
     resolve_run,
+    settings_digest,
 )
+from stretto.telemetry.event_text import ranks_text
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink
 from stretto.telemetry.sinks import JsonLines, fan_out
 from stretto.telemetry.timeline import write_chrome_trace
-from stretto.telemetry.trackers import keep_local, open_trackers
-from stretto.telemetry.wording import ranks_in_words
-from stretto.train.finetune import take_over_
+from stretto.telemetry.trackers import open_trackers, set_tracker_environment
+from stretto.train.finetune import init_from_checkpoint
 from stretto.train.loop import train
 from stretto.train.parts import Parts
 from stretto.train.state import resume_state
 
-_SAME = {
+_MUST_MATCH = {
     "settings": "give every rank the same run file and overrides",
     "training data": "give every rank the same files, or a folder that all hosts share",
     "test data": "give every rank the same files, or a folder that all hosts share",
 }
-"""What must be equal on all ranks, and what to do where it is not."""
+"""Facts that must be equal on all ranks, and advice if they are not."""
 
 
 def run_worker(
-    loaded: Loaded[RunConfig], world: World, *, resume: bool = False, stream: TextIO | None = None
+    loaded: LoadedConfig[RunConfig],
+    world: World,
+    *,
+    resume: bool = False,
+    stream: TextIO | None = None,
 ) -> RunEnded | None:
     """Train as one rank of ``world``; every rank calls this with the same run.
 
-    A job that its launcher started again resumes by itself.
+    A job that its launcher restarted resumes by itself.
 
     Returns:
-        How it ended; None when the resumed run had nothing left to do.
+        How the run ended; None if the resumed run was already complete.
     """
     stream = stream or sys.stderr
     resume = resume or world.generation > 0
-    if world.meeting is not None:
-        end_with_parent()
+    if world.store_address is not None:
+        exit_with_parent()
     torch.set_num_threads(loaded.config.run.threads or world.threads)
-    with heeding() as request, ExitStack() as seats:
+    with catch_stop_request() as request, ExitStack() as context_stack:
         prepared = prepare(loaded.config)
-        seat = take_seat(seats, loaded.config.run, world, stream)
+        context = join_world(context_stack, loaded.config.run, world, stream)
         request.defer()
-        with ExitStack() as stack, blaming(seat):
-            # Only after the roll call is it known which ranks share a host.
-            whole = resolve_run(loaded, seat.world, prepared.model)
-            ended = _run(stack, whole, prepared, seat, request, resume)
+        with ExitStack() as stack, report_failures(context):
+            # Which ranks share a host is known only after the rendezvous.
+            resolved = resolve_run(loaded, context.world, prepared.model)
+            ended = _run(stack, resolved, prepared, context, request, resume)
         if ended is not None and ended.again:
             request.close()
-            _say_how_to_go_on(seat)
-        # All is written and closed; some launchers end everybody when the first rank leaves.
-        leave(seat)
+            _print_resume_hint(context)
+        # Leave last: some launchers end all ranks when the first one exits.
+        leave_world(context)
         return ended
 
 
 def _run(
     stack: ExitStack,
-    loaded: Loaded[RunConfig],
-    prepared: Prepared,
-    seat: Seat,
+    loaded: LoadedConfig[RunConfig],
+    prepared: PreparedRun,
+    context: WorkerContext,
     request: StopRequest,
     resume: bool,
 ) -> RunEnded | None:
-    config, channel = loaded.config, seat.channel
-    _check_same_run(config, prepared, channel)
-    generation = enter_run(stack, loaded, channel, resume)
-    _start_data(stack, prepared, seat, f"{config.run.name}-{generation}")
-    report = _open_sinks(stack, config, seat, resume)
-    parts = assemble(loaded, prepared, seat.world, channel, report, generation)
+    config, transport = loaded.config, context.transport
+    _check_same_run(config, prepared, transport)
+    generation = claim_run_folder(stack, loaded, transport, resume)
+    _start_data(stack, prepared, context, f"{config.run.name}-{generation}")
+    report = _open_sinks(stack, config, context, resume)
+    parts = assemble(loaded, prepared, context.world, transport, report, generation)
     stack.callback(parts.strategy.close)
-    first_step, note = _first_step(parts, config, resume, seat.say)
-    if over := _nothing_left(parts, first_step):
-        if channel.rank == 0:
-            seat.say(f"{config.run.name} {over}")
+    first_step, note = _restore_or_init(parts, config, resume, context.log_line)
+    if finished_reason := _already_finished(parts, first_step):
+        if transport.rank == 0:
+            context.log_line(f"{config.run.name} {finished_reason}")
         return None
     if config.run.trace:
-        stack.callback(_write_trace, config.run_dir, parts, seat.say)
+        stack.callback(_write_trace, config.run_dir, parts, context.log_line)
     report(_started(config, parts, note))
-    for told in parts.notes:
-        seat.say(told)
-    if channel.rank == 0 and config.optim.reference_batch is not None:
-        for line in derived_for(config, parts.source.num_samples).lines():
-            seat.say(f"{line.name} {line.value}: {line.rule}")
-    return train(parts, first_step, control_of(seat, request))
+    for reported in parts.notes:
+        context.log_line(reported)
+    if transport.rank == 0 and config.optim.reference_batch is not None:
+        for line in derive_rates(config, parts.source.num_samples).lines():
+            context.log_line(f"{line.name} {line.value}: {line.rule}")
+    return train(parts, first_step, make_control_plane(context, request))
 
 
-def _say_how_to_go_on(seat: Seat) -> None:
-    """Tell what comes next; our own launcher says it once for all, others do not know it."""
-    if seat.world.rank or seat.world.launcher == WORKERS:
+def _print_resume_hint(context: WorkerContext) -> None:
+    """Print how to resume; our own launcher prints it once for all ranks, others do not."""
+    if context.world.rank or context.world.launcher == LAUNCHER_NAME:
         return
-    if seat.world.ask_restart:
-        command = " ".join(seat.world.ask_restart)
-        seat.say(f"saved; `{command}` starts this job again, and it goes on by itself")
+    if context.world.restart_command:
+        command = " ".join(context.world.restart_command)
+        context.log_line(f"saved; `{command}` starts this job again, and it resumes by itself")
     else:
-        seat.say(f"saved; go on with --resume (exit code {STOPPED_EXIT_CODE})")
+        context.log_line(f"saved; go on with --resume (exit code {STOPPED_EXIT_CODE})")
 
 
-def _start_data(stack: ExitStack, prepared: Prepared, seat: Seat, key: str) -> None:
-    mesh, world = seat.world.mesh, seat.world
-    place = Place(
+def _start_data(stack: ExitStack, prepared: PreparedRun, context: WorkerContext, key: str) -> None:
+    mesh, world = context.world.mesh, context.world
+    host = HostContext(
         world.local_rank,
         mesh.ranks_per_host[world.host],
-        spread_text(f"{key}-{os.getpid()}", seat.channel),
-        lambda: meet_all(seat.control),
+        broadcast_text(f"{key}-{os.getpid()}", context.transport),
+        lambda: barrier(context.control_transport),
     )
     for source in (prepared.source, prepared.test_source):
         stack.callback(source.close)
-        source.start(place)
+        source.start(host)
 
 
-def _first_step(
-    parts: Parts, config: RunConfig, resume: bool, say: Callable[[str], None]
+def _restore_or_init(
+    parts: Parts, config: RunConfig, resume: bool, log_line: Callable[[str], None]
 ) -> tuple[int, str]:
-    """Take up a checkpoint, ours or one to start from; return the step and a word about it."""
-    first_step = resume_state(parts, log=say) if resume else 0
+    """Load a checkpoint to resume or initial weights; return the first step and a note about it."""
+    first_step = resume_state(parts, log=log_line) if resume else 0
     if first_step:
         return first_step, f"resumed at step {first_step}"
-    if resume and parts.channel.rank == 0:
-        say(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning")
-    return 0, take_over_(parts, config.init, say).note
+    if resume and parts.transport.rank == 0:
+        log_line(f"no valid checkpoint in {parts.checkpoints}: starting at the beginning")
+    return 0, init_from_checkpoint(parts, config.init, log_line).note
 
 
-def _nothing_left(parts: Parts, first_step: int) -> str:
+def _already_finished(parts: Parts, first_step: int) -> str:
     if first_step >= parts.total_steps:
         return (
             f"is at step {first_step} of {parts.total_steps} already: raise train.steps or "
             "train.epochs to train on"
         )
-    if first_step and parts.watch.verdict:
+    if first_step and parts.early_stopper.stop_reason:
         return (
-            f"ended at step {first_step} already: {parts.watch.verdict}; raise "
+            f"ended at step {first_step} already: {parts.early_stopper.stop_reason}; raise "
             "train.early_stop.patience to train on"
         )
     return ""
 
 
-def _check_same_run(config: RunConfig, prepared: Prepared, channel: Channel) -> None:
-    """Refuse ranks that would train something else than rank 0: all of them learn which."""
+def _check_same_run(config: RunConfig, prepared: PreparedRun, transport: Transport) -> None:
+    """Raise on all ranks if some rank has other settings or other data than rank 0."""
     facts = {
-        "settings": digest(config),
+        "settings": settings_digest(config),
         "training data": prepared.source.fingerprint,
         "test data": prepared.test_source.fingerprint,
     }
-    told = [json.loads(text) for text in gather_text(json.dumps(facts), channel)]
-    for what, advice in _SAME.items():
-        others = [rank for rank, theirs in enumerate(told) if theirs[what] != told[0][what]]
+    reported = [json.loads(text) for text in all_gather_text(json.dumps(facts), transport)]
+    for what, advice in _MUST_MATCH.items():
+        others = [
+            rank
+            for rank, rank_facts in enumerate(reported)
+            if rank_facts[what] != reported[0][what]
+        ]
         if others:
-            values = f"{told[0][what]} and {told[others[0]][what]}"
+            values = f"{reported[0][what]} and {reported[others[0]][what]}"
             raise ConfigError(
-                f"{ranks_in_words(others)} and rank 0 have different {what} ({values}): {advice}"
+                f"{ranks_text(others)} and rank 0 have different {what} ({values}): {advice}"
             )
 
 
 def _open_sinks(
-    stack: ExitStack, config: RunConfig, seat: Seat, resume: bool
+    stack: ExitStack, config: RunConfig, context: WorkerContext, resume: bool
 ) -> Callable[[Event], None]:
-    """Return where events go: on rank 0 to the run's JSON lines, the screen and trackers."""
-    if seat.world.rank:
+    """Return the function that publishes events: on rank 0 to a file, the screen and trackers."""
+    if context.world.rank:
         return lambda _event: None
-    keep_local(config.run.trackers, os.environ)
-    truth = JsonLines(config.run_dir / "events.jsonl", append=resume)
+    set_tracker_environment(config.run.trackers, os.environ)
+    event_log = JsonLines(config.run_dir / "events.jsonl", append=resume)
     trackers = open_trackers(
         config.run.trackers,
         config.run_dir,
         config.run.name,
         flat_settings(config),
         resumed=resume,
-        say=seat.say,
+        log_line=context.log_line,
     )
-    sink = fan_out([truth, console_sink(seat.stream), *trackers])
+    sink = fan_out([event_log, console_sink(context.stream), *trackers])
     stack.callback(sink.close)
     return sink
 
@@ -214,11 +228,11 @@ def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
     )
 
 
-def _write_trace(run_dir: Path, parts: Parts, say: Callable[[str], None]) -> None:
-    """Write the time-line; a run that trained does not fail because its trace found no room."""
+def _write_trace(run_dir: Path, parts: Parts, log_line: Callable[[str], None]) -> None:
+    """Write the timeline; a failure to write it is logged and does not fail the run."""
     path = run_dir / "trace" / f"rank-{parts.world.rank}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_chrome_trace(path, [parts.recorder.timeline()])
     except OSError as failure:
-        say(f"the time-line {path} could not be written: {failure.strerror}")
+        log_line(f"the timeline {path} could not be written: {failure.strerror}")

@@ -1,25 +1,25 @@
-"""Optimizers and learning rates: what is applied to the gradients once the ranks agree on them."""
+"""Optimizers, learning-rate schedules, and the ``[optim]`` table that configures them."""
 
-from stretto.optim.adam import Adam, AdamW
+from stretto.optim.build import (
+    build_stacked_optimizer,
+    make_optimizer,
+    no_decay_parameter_names,
+    split_by_decay,
+)
 from stretto.optim.configs import (
     AdamConfig,
     AdamWConfig,
-    AnyOptim,
+    AnyOptimConfig,
     LAMBConfig,
     LARSConfig,
+    LearningRateConfig,
     OptimConfig,
-    RateConfig,
     SGDConfig,
 )
-from stretto.optim.derive import Derived, Line, derive
-from stretto.optim.groups import split, undecayed
-from stretto.optim.lamb import LAMB
-from stretto.optim.lars import LARS
-from stretto.optim.making import make_optimizer, stacked_optimizer
-from stretto.optim.norms import Norms, own_norms
-from stretto.optim.ratios import Trust
+from stretto.optim.layer_optimizer import NormFunction, TrustRatioOptions, local_norms
+from stretto.optim.learning_rates import DerivationLine, LearningRateSchedule, derive_lr_schedule
+from stretto.optim.optimizers import LAMB, LARS, SGD, Adam, AdamW
 from stretto.optim.rules import Moments, Momentum
-from stretto.optim.sgd import SGD
 
 __all__ = [
     "LAMB",
@@ -29,22 +29,22 @@ __all__ = [
     "AdamConfig",
     "AdamW",
     "AdamWConfig",
-    "AnyOptim",
-    "Derived",
+    "AnyOptimConfig",
+    "DerivationLine",
     "LAMBConfig",
     "LARSConfig",
-    "Line",
+    "LearningRateConfig",
+    "LearningRateSchedule",
     "Moments",
     "Momentum",
-    "Norms",
+    "NormFunction",
     "OptimConfig",
-    "RateConfig",
     "SGDConfig",
-    "Trust",
-    "derive",
+    "TrustRatioOptions",
+    "build_stacked_optimizer",
+    "derive_lr_schedule",
+    "local_norms",
     "make_optimizer",
-    "own_norms",
-    "split",
-    "stacked_optimizer",
-    "undecayed",
+    "no_decay_parameter_names",
+    "split_by_decay",
 ]

@@ -1,4 +1,4 @@
-"""The ``[optim]`` table of a run file: one class for each kind."""
+"""The ``[optim]`` table of a run file: one config class for each kind of optimizer."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -6,10 +6,10 @@ from pydantic import Field, model_validator
 
 from stretto.config import Config
 from stretto.errors import ConfigError
-from stretto.optim.ratios import RatioDecay
-from stretto.optim.rules import Momentum, Order
+from stretto.optim.layer_optimizer import RatioDecay
+from stretto.optim.rules import Momentum, MomentumOrder
 
-_BELONGS: dict[str, dict[str, tuple[str, ...]]] = {
+_KEYS_BY_CHOICE: dict[str, dict[str, tuple[str, ...]]] = {
     "warmup": {
         "warmup_steps": ("gradual", "constant"),
         "warmup_epochs": ("gradual", "constant"),
@@ -23,69 +23,71 @@ _BELONGS: dict[str, dict[str, tuple[str, ...]]] = {
         "decay_floor": ("cosine", "poly"),
     },
 }
-"""By the key that chooses: which other keys mean something under which choice."""
+"""For each key that selects a kind: the keys that depend on it, and the kinds that read them."""
 
 
-class RateConfig(Config):
-    """What every optimizer shares: the rate, how it follows the batch and the step, and decay.
+class LearningRateConfig(Config):
+    """The settings that all optimizers share: learning rate, batch scaling, schedule and decay.
 
-    A key that the chosen warm-up or decay does not read may only hold its default.
+    A key that the chosen warm-up or decay does not read must keep its default.
     """
 
     lr: float = Field(default=0.1, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
+    """Learning rate after warm-up, for ``reference_batch`` samples a step if that is set."""
     reference_batch: int | None = Field(default=None, ge=1)
-    """The batch ``lr`` was found at; another one derives another rate. Not set: ``lr`` is the rate
-    itself."""
+    """The batch that ``lr`` belongs to; the rate of any other batch is derived by ``scaling``. Not
+    set: ``lr`` is used as it is, for every batch."""
     scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """How the rate follows the batch, from ``reference_batch`` on."""
+    """How the rate grows with batch / ``reference_batch``: linearly, as its square root, or not."""
     for_batch: int | None = Field(default=None, ge=1)
     """Derive the rate for this batch instead of train.batch."""
     warmup: Literal["gradual", "constant", "none"] = "gradual"
-    """Whether the rate grows with every step of the warm-up, or waits at a lower one."""
+    """Warm-up: "gradual" raises the rate in every step, "constant" holds a lower rate."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Length of the warm-up, w steps."""
+    """Length of the warm-up in steps; w below."""
     warmup_epochs: float | None = Field(default=None, ge=0)
-    """The same in epochs."""
+    """Length of the warm-up in epochs, instead of ``warmup_steps``."""
     warmup_from: float | None = Field(default=None, ge=0)
-    """Rate of step 0. Gradual: grows to ``lr``, reached in step w; not set, from lr/w on, to ``lr``
-    in step w-1. Constant: the rate of all w steps; not set, ``lr`` unscaled. Where a small batch
-    scales the peak below it, the peak; where nothing is scaled, at most ``lr``."""
+    """Rate of step 0. "gradual": the rate grows from it and reaches the peak in step w; not set, it
+    grows from peak/w and reaches the peak in step w-1. "constant": the rate of all w steps; not
+    set, ``lr`` without scaling. Never above the peak: without scaling a larger value is refused;
+    if a small batch scales the peak below it, the peak is used."""
     decay: Literal["constant", "cosine", "step", "poly"] = "constant"
-    """Whether the rate stays, falls along half a cosine, in steps, or as a power."""
+    """Decay of the rate after warm-up: none, half a cosine, in steps, or polynomial."""
     decay_epochs: tuple[float, ...] = ()
-    """For "step": epochs, counted from the start of the run, from which the rate is lower."""
+    """For "step": the epochs, counted from the start of the run, at which the rate drops."""
     decay_factor: float = Field(default=0.1, gt=0)
-    """For "step": what the rate is multiplied by at each of them."""
+    """For "step": the factor of the rate at each of ``decay_epochs``."""
     decay_power: float = Field(default=2.0, gt=0)
-    """For "poly": the power of the share of the way that is left."""
+    """For "poly": the exponent of the remaining fraction of ``decay_length``."""
     decay_length: float | None = Field(default=None, gt=0)
-    """For "cosine" and "poly": epochs from the end of warm-up until the floor is reached; not set,
-    to the end of the run."""
+    """For "cosine" and "poly": epochs from the end of warm-up until the floor is reached. Not set:
+    until the end of the run."""
     decay_floor: float = Field(default=0.0, ge=0, le=1)
-    """For "cosine" and "poly": share of the peak that is reached and held."""
+    """For "cosine" and "poly": the final rate, as a fraction of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Acts as the rate times this, once; has no schedule of its own. Not on biases and norms."""
+    """Weight decay, multiplied by the learning rate of the step; it has no schedule of its own.
+    Biases and the parameters of normalisation layers do not decay unless ``decay_all`` is set."""
     decay_all: bool = False
-    """Decay biases and the parameters of norms, too, and give them ratios."""
+    """Apply weight decay and trust ratios to biases and to normalisation layers, too."""
 
     @model_validator(mode="after")
     def _keys_fit_the_choices(self) -> Self:
-        for chooser, owners in _BELONGS.items():
-            choice = getattr(self, chooser)
-            for key, choices in owners.items():
+        for choice_key, choices_by_key in _KEYS_BY_CHOICE.items():
+            choice = getattr(self, choice_key)
+            for key, choices in choices_by_key.items():
                 if choice not in choices and self._is_set(key):
-                    wanted = " or ".join(f'"{word}"' for word in choices)
+                    allowed = " or ".join(f'"{word}"' for word in choices)
                     raise ValueError(
-                        f"{key} belongs to {chooser} = {wanted}, and {chooser} is "
-                        f'"{choice}": leave {key} out, or choose that {chooser}'
+                        f"{key} belongs to {choice_key} = {allowed}, and {choice_key} is "
+                        f'"{choice}": leave {key} out, or choose that {choice_key}'
                     )
         return self
 
     @model_validator(mode="after")
-    def _warm_up_is_told_once(self) -> Self:
+    def _warm_up_length_is_set_once(self) -> Self:
         if self.warmup_steps and self.warmup_epochs is not None:
-            raise ValueError("warmup_steps and warmup_epochs both tell its length: leave one out")
+            raise ValueError("warmup_steps and warmup_epochs both set the length: leave one out")
         if not (self.warmup_steps or self.warmup_epochs):
             if self.warmup == "constant":
                 raise ValueError('warmup = "constant" needs warmup_steps or warmup_epochs')
@@ -129,124 +131,128 @@ class RateConfig(Config):
 
     @classmethod
     def rate_keys(cls) -> frozenset[str]:
-        """Return the keys that only shape the rate: a resumed run may change them."""
-        return frozenset(RateConfig.model_fields) - {"weight_decay", "decay_all"}
+        """Return the keys that only affect the learning rate; a resumed run may change them."""
+        return frozenset(LearningRateConfig.model_fields) - {"weight_decay", "decay_all"}
 
     def _is_set(self, key: str) -> bool:
-        """Say whether ``key`` differs from its default: run files written out hold all keys."""
+        """Return whether ``key`` differs from its default; a written run file has all keys."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
-class SGDConfig(RateConfig):
+class SGDConfig(LearningRateConfig):
     """The ``[optim]`` table whose ``kind`` is ``"sgd"``."""
 
     kind: Literal["sgd"] = "sgd"
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Fraction of the momentum buffer that a step keeps."""
     nesterov: bool = False
-    """Look ahead along the momentum; needs some."""
-    order: Order = "outside"
-    """Whether the rate multiplies what momentum remembers ("outside", as torch does) or what it
-    takes in ("inside")."""
+    """Use Nesterov momentum; needs ``momentum`` above 0."""
+    order: MomentumOrder = "outside"
+    """Whether the learning rate multiplies the momentum buffer ("outside", as in PyTorch) or the
+    gradient before it enters the buffer ("inside")."""
     momentum_correction: bool = False
-    """For order = "inside": rescale what is remembered when the rate changes."""
+    """For order = "inside": rescale the momentum buffer when the learning rate changes."""
 
     @model_validator(mode="after")
-    def _momentum_can_be(self) -> Self:
+    def _momentum_is_valid(self) -> Self:
         momentum_of(self)
         return self
 
 
-class LARSConfig(RateConfig):
+class LARSConfig(LearningRateConfig):
     """The ``[optim]`` table whose ``kind`` is ``"lars"``."""
 
     kind: Literal["lars"] = "lars"
     lr: float = Field(default=2.0, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
+    """Learning rate after warm-up, for ``reference_batch`` samples a step if that is set."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Fraction of the momentum buffer that a step keeps."""
     nesterov: bool = False
-    """Look ahead along the momentum; needs some."""
-    order: Order = "inside"
-    """Whether the rate multiplies what momentum takes in ("inside", as published) or what it
-    remembers ("outside")."""
+    """Use Nesterov momentum; needs ``momentum`` above 0."""
+    order: MomentumOrder = "inside"
+    """Whether the learning rate multiplies the gradient before it enters the momentum buffer
+    ("inside", as published) or the buffer itself ("outside")."""
     momentum_correction: bool = False
-    """For order = "inside": rescale what is remembered when the rate changes."""
+    """For order = "inside": rescale the momentum buffer when the learning rate changes."""
     trust: float = Field(default=0.001, gt=0)
-    """How far a layer goes at a rate of 1, relative to its own norm."""
+    """The step of a layer at a learning rate of 1, relative to the norm of its weights."""
     eps: float = Field(default=1e-8, ge=0)
-    """Added to the denominator of the ratio; tiny, or layers with small gradients slow down."""
+    """Added to the denominator of the trust ratio. Keep it tiny: a larger value slows down layers
+    with small gradients."""
     ratio_decay: RatioDecay = "plain"
-    """The decay in the denominator of the ratio: weight_decay itself ("plain"), or the peak rate
-    times weight_decay ("peak")."""
+    """The decay in the denominator of the trust ratio: weight_decay itself ("plain"), or the peak
+    learning rate times weight_decay ("peak")."""
     norm_group: int = Field(default=1, ge=1)
-    """Ranks in a row of whose mean weights and gradients norms are taken; 1: each rank's own. Where
-    all ranks have one model they are the same."""
+    """Take norms of the mean weights and gradients of groups of this many consecutive ranks. 1:
+    each rank takes its own norms. It makes no difference if all ranks have the same model."""
     norm_group_from_epoch: float = Field(default=0.0, ge=0)
-    """The epoch, counted from the start of the run, from which on norms are a group's."""
+    """The epoch, counted from the start of the run, at which ``norm_group`` takes effect."""
 
     @model_validator(mode="after")
-    def _momentum_can_be(self) -> Self:
+    def _momentum_is_valid(self) -> Self:
         momentum_of(self)
         return self
 
     @model_validator(mode="after")
-    def _groups_begin_where_there_are_some(self) -> Self:
+    def _norm_group_start_needs_a_group(self) -> Self:
         if self.norm_group == 1 and self._is_set("norm_group_from_epoch"):
             raise ValueError(
-                "norm_group_from_epoch says from when on norms are a group's, and norm_group = 1 "
-                "is none: set norm_group, or leave norm_group_from_epoch out"
+                "norm_group_from_epoch has no effect with norm_group = 1: set norm_group, or "
+                "leave norm_group_from_epoch out"
             )
         return self
 
 
-class MomentsConfig(RateConfig):
-    """What Adam and its kin share."""
+class AdamFamilyConfig(LearningRateConfig):
+    """The settings that Adam, AdamW and LAMB share."""
 
     lr: float = Field(default=1e-3, gt=0)
-    """Learning rate after warm-up; at ``reference_batch`` samples a step, where that is set."""
+    """Learning rate after warm-up, for ``reference_batch`` samples a step if that is set."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the mean of gradients that a step keeps."""
+    """Fraction of the running mean of gradients that a step keeps."""
     beta2: float = Field(default=0.999, ge=0, lt=1)
-    """The same of their squares."""
+    """Fraction of the running mean of squared gradients that a step keeps."""
     eps: float = Field(default=1e-8, ge=0)
-    """Keeps the denominator off 0."""
+    """Added to the denominator, so that it is never 0."""
 
 
-class AdamConfig(MomentsConfig):
+class AdamConfig(AdamFamilyConfig):
     """The ``[optim]`` table whose ``kind`` is ``"adam"``."""
 
     kind: Literal["adam"] = "adam"
 
 
-class AdamWConfig(MomentsConfig):
+class AdamWConfig(AdamFamilyConfig):
     """The ``[optim]`` table whose ``kind`` is ``"adamw"``."""
 
     kind: Literal["adamw"] = "adamw"
 
 
-class LAMBConfig(MomentsConfig):
+class LAMBConfig(AdamFamilyConfig):
     """The ``[optim]`` table whose ``kind`` is ``"lamb"``."""
 
     kind: Literal["lamb"] = "lamb"
     eps: float = Field(default=1e-6, ge=0)
-    """Keeps the denominator off 0."""
+    """Added to the denominator, so that it is never 0."""
     norm_limit: float | None = Field(default=None, gt=0)
-    """The most that a layer's norm counts in its ratio; no limit when not set."""
+    """Upper limit of the weight norm in the trust ratio; no limit when not set."""
 
 
-AnyOptim = SGDConfig | LARSConfig | LAMBConfig | AdamConfig | AdamWConfig
-"""One of the tables."""
+AnyOptimConfig = SGDConfig | LARSConfig | LAMBConfig | AdamConfig | AdamWConfig
+"""A table of any kind."""
 
-OptimConfig = Annotated[AnyOptim, Field(discriminator="kind")]
+OptimConfig = Annotated[AnyOptimConfig, Field(discriminator="kind")]
+"""The ``[optim]`` table of a run file; ``kind`` selects the class."""
 
 
 def momentum_of(config: SGDConfig | LARSConfig) -> Momentum:
-    """Return the momentum that a table asks for.
+    """Return the momentum settings of a table.
 
     Raises:
-        ValueError: Its keys cannot be together.
+        ValueError: The settings contradict each other.
     """
     keys: dict[str, Any] = {key: getattr(config, key) for key in Momentum.__slots__}
     try:
         return Momentum(**keys)
-    except ConfigError as wrong:
-        raise ValueError(str(wrong)) from None
+    except ConfigError as error:
+        raise ValueError(str(error)) from None

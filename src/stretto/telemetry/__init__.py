@@ -1,1 +1,1 @@
-"""What happened, and when: spans and timelines, events, and the sinks that tell or keep them."""
+"""Events, spans and timelines of a run, and the sinks that print, store or upload them."""

@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: frozen events, and their form as one JSON object each."""
+"""The events of a run as frozen values, and their form as JSON objects."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from stretto.errors import StrettoError
+from stretto.renamed import with_new_fields
 
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The first word of a run, and again of every resumption of it."""
+    """The first event of a run, and of every resumption of it."""
 
     run: str
     workers: int
@@ -28,7 +29,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """So many steps are done; the shares are parts of a step's time and sum to at most one."""
+    """``step`` steps are done. The shares are fractions of a step's time and sum to at most 1."""
 
     step: int
     epoch: int
@@ -38,18 +39,18 @@ class StepDone:
     step_s: float
     compute_share: float
     comm_share: float
-    """Communication that compute did not hide."""
+    """Communication that did not overlap with compute."""
     data_share: float
     """Waiting for the next batch."""
     time_left_s: float
-    apart: float | None = None
-    """How far ranks' own models were from their mean when that was last measured, on a sample of
-    their parameters: the root of the mean square, as a share of its norm."""
+    consensus_distance: float | None = None
+    """Distance of the ranks' local models from their mean when last measured, on a sample of the
+    parameters: root mean square over ranks, as a fraction of the norm of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepLeftOut:
-    """A step changed nothing: a loss or gradient was not finite, on some rank."""
+class StepSkipped:
+    """A step that made no update, because a loss or gradient was not finite on some rank."""
 
     step: int
     reason: str
@@ -57,24 +58,25 @@ class StepLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class EvalDone:
-    """The model as it was after ``step``, measured on data it has not been trained on."""
+    """The model after ``step``, evaluated on the test data."""
 
     step: int
     epoch: int
     loss: float
     accuracy: float | None
-    """Right answers as a fraction of all; None where the task has no such thing."""
-    own_loss: float | None = None
-    own_accuracy: float | None = None
-    """The same of ranks' own models, each on its share of the data, where they differ; the model
-    measured above is then their mean."""
-    apart: float | None = None
-    """How far they are from that mean: the root of the mean square, as a share of its norm."""
+    """Fraction of correct predictions; None where the task has no accuracy."""
+    local_loss: float | None = None
+    local_accuracy: float | None = None
+    """``local_loss`` and ``local_accuracy`` are of the ranks' local models, each on its share of
+    the data. None where all ranks have the same model; else ``loss`` is that of their mean."""
+    consensus_distance: float | None = None
+    """Distance of the local models from that mean: root mean square over ranks, as a fraction of
+    the norm of the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """A checkpoint is complete at ``path``: from here on a resumption may start with it."""
+    """A checkpoint at ``path`` is complete; a resumption can start from it."""
 
     step: int
     path: str
@@ -84,86 +86,90 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class DataRead:
-    """What reading took since the last word of this kind, over all ranks."""
+    """Counts of samples read on all ranks since the previous event of this kind."""
 
     step: int
     epoch: int
     decoded: int
-    """Samples made from their files."""
+    """Samples decoded from their files."""
     cached: int
-    """Samples that an earlier epoch had left decoded."""
+    """Samples taken decoded from the cache."""
     skipped: int
-    """Samples that could not be read; the steps went on without them."""
+    """Samples that could not be read; the steps were made without them."""
     files: list[str]
-    """Each of them that had not been named before, with the reason."""
+    """Unreadable files that no earlier event named, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """T = S x N x e: how a run's throughput comes about."""
+    """The factors of a run's throughput: T = S x N x e."""
 
     one_worker: float
-    """S, samples a second: what a worker does while it waits neither for others nor for data."""
+    """S: samples per second of one worker while it waits neither for others nor for data."""
     workers: int
-    """N."""
+    """N: number of workers."""
     efficiency: float
-    """e: what is left of N times S in the end."""
+    """e: measured throughput as a fraction of N x S."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The last word of a run that came to its end by itself, or was asked to stop and saved."""
+    """The last event of a run that finished, or that saved and stopped on request."""
 
     step: int
     seconds: float
     loss: float
     accuracy: float | None
     samples_per_s: float
-    """T, of the training steps alone."""
+    """T, over the time of the training steps only."""
     scaling: Scaling | None = None
-    """How T comes about; None where no step was measured."""
+    """The factors of T; None where no step was measured."""
     stopped: str = ""
-    """Why it ended before its last step; empty when it did not."""
+    """Why the run ended before its last step; empty when it finished."""
     again: bool = False
-    """It is to be started again, and will go on from what it saved."""
+    """Whether the run should be started again, to resume from its checkpoint."""
 
 
-Event = RunStarted | StepDone | StepLeftOut | EvalDone | DataRead | CheckpointSaved | RunEnded
+Event = RunStarted | StepDone | StepSkipped | EvalDone | DataRead | CheckpointSaved | RunEnded
 
 EVENTS: Mapping[str, type[Event]] = {
     "run_started": RunStarted,
     "step_done": StepDone,
-    "step_left_out": StepLeftOut,
+    "step_left_out": StepSkipped,
     "eval_done": EvalDone,
     "data_read": DataRead,
     "checkpoint_saved": CheckpointSaved,
     "run_ended": RunEnded,
 }
-_NAMES = {kind: name for name, kind in EVENTS.items()}
+_EVENT_NAMES = {kind: name for name, kind in EVENTS.items()}
 
 
 def to_record(event: Event, *, time: str | None = None) -> dict[str, Any]:
-    """Return ``event`` as an object that every JSON reader takes.
+    """Return ``event`` as an object of strict JSON.
 
-    JSON has no NaN and no infinity: they become the words "nan", "inf" and "-inf".
+    JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf".
 
     Args:
-        event: What happened.
-        time: When, as ISO wall-clock text; an event knows no clock, the sink that keeps it does.
+        event: The event.
+        time: Wall-clock time as ISO text. An event has no time itself; the sink adds it.
     """
     stamp = {} if time is None else {"time": time}
-    return {"event": _NAMES[type(event)], **stamp, **_speakable(asdict(event))}
+    return {"event": _EVENT_NAMES[type(event)], **stamp, **_json_safe(asdict(event))}
 
 
 def from_record(record: Mapping[str, Any]) -> Event:
-    """Return the event that `to_record` was given; keys it does not know are left aside."""
+    """Return the event of a record made by `to_record`; unknown keys are ignored.
+
+    Raises:
+        StrettoError: The event is unknown, or a field is missing or has a wrong type.
+    """
     kind = EVENTS.get(str(record.get("event")))
     if kind is None:
         raise StrettoError(
             f"unknown event {record.get('event')!r}: expected one of {', '.join(EVENTS)}"
         )
     try:
-        return _adapters()[kind].validate_python(dict(record))
+        return _type_adapters()[kind].validate_python(with_new_fields(record))
     except ValidationError as wrong:
         first = wrong.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -174,13 +180,13 @@ def from_record(record: Mapping[str, Any]) -> Event:
 
 
 @cache
-def _adapters() -> dict[type[Event], TypeAdapter[Event]]:
+def _type_adapters() -> dict[type[Event], TypeAdapter[Event]]:
     return {kind: TypeAdapter(kind) for kind in EVENTS.values()}
 
 
-def _speakable(value: Any) -> Any:  # noqa: ANN401 - any JSON value in, any JSON value out
+def _json_safe(value: Any) -> Any:  # noqa: ANN401 - any JSON value in, any JSON value out
     if isinstance(value, Mapping):
-        return {key: _speakable(each) for key, each in value.items()}
+        return {key: _json_safe(each) for key, each in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -1,4 +1,4 @@
-"""A live picture of the run for a terminal: progress, speed, and where the time of a step goes."""
+"""A live terminal display of the run: progress, speed, and the time shares of a step."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.telemetry import wording
+from stretto.telemetry import event_text as wording
 from stretto.telemetry.events import (
     CheckpointSaved,
     DataRead,
@@ -20,17 +20,17 @@ from stretto.telemetry.events import (
     RunEnded,
     RunStarted,
     StepDone,
-    StepLeftOut,
+    StepSkipped,
 )
 from stretto.telemetry.sinks import PlainLines, Sink
 
-_SECONDS_BETWEEN_PICTURES = 0.1
-_SHARE_WIDTH = 40
+_SECONDS_BETWEEN_REDRAWS = 0.1
+_BAR_WIDTH = 40
 _SHARE_STYLES = (("compute", "on blue"), ("communication", "on yellow"), ("data", "on magenta"))
 
 
 def console_sink(stream: TextIO) -> Sink:
-    """Return a live picture where ``stream`` is a terminal that can draw, plain lines elsewhere."""
+    """Return a live display if ``stream`` is a terminal that can redraw lines, else plain lines."""
     console = Console(file=stream)
     if stream.isatty() and not console.is_dumb_terminal:
         return LiveProgress(console)
@@ -38,19 +38,19 @@ def console_sink(stream: TextIO) -> Sink:
 
 
 class LiveProgress:
-    """Redraws a few lines in place as events come; no thread of its own, so it costs no core."""
+    """Redraws a few lines in place when events arrive; it has no thread of its own."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._drawn_s = -math.inf
+        self._last_draw_s = -math.inf
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._step: StepDone | None = None
-        self._remarks: dict[str, str] = {}
+        self._status_lines: dict[str, str] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take ``event`` into the picture; the first and the last of a run stay as lines above."""
+        """Show ``event``; the first and last event of a run stay as lines above the display."""
         match event:
             case RunStarted():
                 self._begin(event)
@@ -58,85 +58,87 @@ class LiveProgress:
                 self._step = event
                 self._draw_if_due()
             case EvalDone():
-                self._remarks["last evaluation"] = wording.evaluation(event)
+                self._status_lines["last evaluation"] = wording.evaluation_text(event)
                 self._draw()
-            case StepLeftOut():
-                self._remarks["last step left out"] = wording.left_out(event)
+            case StepSkipped():
+                self._status_lines["last step left out"] = wording.skipped_step_text(event)
                 self._draw()
             case DataRead():
-                self._remarks["data"] = wording.reading(event)
+                self._status_lines["data"] = wording.data_read_text(event)
                 self._draw()
             case CheckpointSaved():
-                self._remarks["last checkpoint"] = wording.checkpoint(event)
+                self._status_lines["last checkpoint"] = wording.checkpoint_text(event)
                 self._draw()
             case RunEnded():
-                self._say(event)
+                self._print_event(event)
                 self.close()
 
     def close(self) -> None:
-        """Draw the last state, give the cursor back and leave the picture where it stands."""
+        """Draw the last state, restore the cursor and leave the display on the screen."""
         if self._live is not None:
             self._draw()
             self._live.stop()
             self._live = None
 
-    def picture(self) -> RenderableType:
-        """Return what is to be seen now; pure but for the state it shows."""
+    def render(self) -> RenderableType:
+        """Return the current display; it changes no state."""
         rows: list[RenderableType] = []
         if self._run is not None:
-            rows.append(_bar(self._run, self._step))
+            rows.append(_progress_row(self._run, self._step))
         if self._step is not None:
-            rows += [Text(wording.speed(self._step)), _share_bar(self._step)]
-        rows += [Text(f"{name}: {remark}") for name, remark in self._remarks.items()]
+            rows += [Text(wording.speed_text(self._step)), _share_bar(self._step)]
+        rows += [Text(f"{name}: {status}") for name, status in self._status_lines.items()]
         return Group(*rows)
 
     def _begin(self, event: RunStarted) -> None:
         self.close()
-        self._run, self._step, self._remarks = event, None, {}
-        self._say(event)
+        self._run, self._step, self._status_lines = event, None, {}
+        self._print_event(event)
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
         self._draw()
 
-    def _say(self, event: Event) -> None:
+    def _print_event(self, event: Event) -> None:
         # Text, not str: rich would read square brackets in a string as its own markup.
-        self._console.print(Text(wording.line(event)))
+        self._console.print(Text(wording.event_line(event)))
 
     def _draw_if_due(self) -> None:
-        if self._clock() - self._drawn_s >= _SECONDS_BETWEEN_PICTURES:
+        if self._clock() - self._last_draw_s >= _SECONDS_BETWEEN_REDRAWS:
             self._draw()
 
     def _draw(self) -> None:
         if self._live is not None:
-            self._drawn_s = self._clock()
-            self._live.update(self.picture(), refresh=True)
+            self._last_draw_s = self._clock()
+            self._live.update(self.render(), refresh=True)
 
 
-def _bar(run: RunStarted, step: StepDone | None) -> RenderableType:
+def _progress_row(run: RunStarted, step: StepDone | None) -> RenderableType:
     done = 0 if step is None else step.step
-    left = "" if step is None else f"{wording.duration(step.time_left_s)} left"
+    time_left = "" if step is None else f"{wording.duration_text(step.time_left_s)} left"
     row = Table.grid(padding=(0, 1))
     row.add_row(
-        Text(wording.printable(run.run), style="bold", overflow="ellipsis", no_wrap=True),
-        ProgressBar(total=max(run.steps, 1), completed=done, width=_SHARE_WIDTH),
-        Text(wording.progress(done, run.steps)),
-        Text(left, style="bold"),
+        Text(wording.strip_unprintable(run.run), style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(total=max(run.steps, 1), completed=done, width=_BAR_WIDTH),
+        Text(wording.progress_text(done, run.steps)),
+        Text(time_left, style="bold"),
     )
     return row
 
 
 def _share_bar(step: StepDone) -> Text:
-    """Draw the step as a strip of coloured blanks, then say the same in words."""
+    """Return the time shares of a step as a coloured bar, followed by a legend in percent."""
     strip = Text()
     fractions = (step.compute_share, step.comm_share, step.data_share)
     for (_, style), fraction in zip(_SHARE_STYLES, fractions, strict=True):
-        strip.append(" " * _cells(fraction), style=style)
-    strip.append(" " * max(0, _SHARE_WIDTH - len(strip)), style="on bright_black")
+        strip.append(" " * _share_cells(fraction), style=style)
+    strip.append(" " * max(0, _BAR_WIDTH - len(strip)), style="on bright_black")
     for (name, style), fraction in zip(_SHARE_STYLES, fractions, strict=True):
-        strip.append("  ").append(" ", style=style).append(f" {name} {wording.percent(fraction)}")
+        strip.append("  ").append(" ", style=style).append(
+            f" {name} {wording.percent_text(fraction)}"
+        )
     return strip
 
 
-def _cells(fraction: float) -> int:
-    # In this order max() answers 0 for NaN, so a share nobody measured takes no room.
-    return round(min(1.0, max(0.0, fraction)) * _SHARE_WIDTH)
+def _share_cells(fraction: float) -> int:
+    # With 0.0 as its first argument, max() returns 0 for NaN: an unmeasured share has no cells.
+    return round(min(1.0, max(0.0, fraction)) * _BAR_WIDTH)

@@ -1,6 +1,7 @@
-"""Where events go: JSON lines (the truth), plain lines for a log, several sinks at once."""
+"""Sinks that write events: JSON lines as the run's record, plain lines for a log, and a fan-out."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,25 +10,39 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from stretto.errors import StrettoError
+from stretto.telemetry.event_text import event_line
 from stretto.telemetry.events import Event, RunStarted, from_record, to_record
-from stretto.telemetry.wording import line
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary file and rename it to ``path``; create missing folders.
+
+    A reader sees the old text or the new text, never a part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class Sink(Protocol):
-    """Something that takes events in the order in which they happen."""
+    """A receiver of events, in the order in which they happen."""
 
     def __call__(self, event: Event) -> None:
-        """Take ``event``; called between steps, so it should be quick."""
+        """Handle ``event``; called between steps, so it should be fast."""
         ...
 
     def close(self) -> None:
-        """Let go of files and terminals; called once at the end, also after a failure."""
+        """Close files and restore the terminal; called once at the end, also after a failure."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Stamped:
-    """An event as it was kept: with the wall-clock time of its keeping."""
+class TimestampedEvent:
+    """An event with the wall-clock time at which it was written."""
 
     time: datetime
     event: Event
@@ -38,10 +53,10 @@ def _utc_now() -> datetime:
 
 
 class JsonLines:
-    """The truth about a run: one JSON object a line, each line on its way before the call ends.
+    """Writes the run's record: one JSON object per line, flushed before the call returns.
 
-    Each line leaves this process when it is written, so that a kill loses at most the line being
-    written. Appending to a file that a kill left with half a line takes that half away first.
+    A kill therefore loses at most the line being written. Appending to a file that ends with a
+    partial line removes that part first.
     """
 
     def __init__(
@@ -49,12 +64,12 @@ class JsonLines:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if append:
-            _end_with_a_whole_line(path)
+            _repair_last_line(path)
         self._file = path.open("a" if append else "w", encoding="utf-8")
         self._clock = clock
 
     def __call__(self, event: Event) -> None:
-        """Write ``event`` and hand it to the operating system."""
+        """Write ``event`` and flush it to the operating system."""
         record = to_record(event, time=self._clock().isoformat(timespec="microseconds"))
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
@@ -65,7 +80,7 @@ class JsonLines:
 
 
 class PlainLines:
-    """One line of text per event, for logs and pipes; nothing in it can steer a terminal."""
+    """Writes one line of text per event, for logs and pipes, without control characters."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -73,10 +88,10 @@ class PlainLines:
         self._steps = 0
 
     def __call__(self, event: Event) -> None:
-        """Write the line of ``event``; a letter the stream cannot carry is written as its code."""
+        """Write the line of ``event``; characters outside the stream's encoding are escaped."""
         if isinstance(event, RunStarted):
             self._steps = event.steps
-        text = line(event, steps=self._steps)
+        text = event_line(event, steps=self._steps)
         self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
         self._stream.write("\n")
         self._stream.flush()
@@ -94,7 +109,7 @@ class _FanOut:
             sink(event)
 
     def close(self) -> None:
-        with ExitStack() as closing:  # one sink that fails to close does not keep the others open
+        with ExitStack() as closing:  # closes the others even if one fails
             for sink in self._sinks:
                 closing.callback(sink.close)
 
@@ -106,32 +121,36 @@ def fan_out(sinks: Iterable[Sink]) -> Sink:
 
 def read_events(path: Path) -> list[Event]:
     """Return the events of a JSON lines file, without their times."""
-    return [stamped.event for stamped in read_stamped(path)]
+    return [stamped.event for stamped in read_timestamped_events(path)]
 
 
-def read_stamped(path: Path) -> list[Stamped]:
+def read_timestamped_events(path: Path) -> list[TimestampedEvent]:
     """Return the events of a JSON lines file with their times.
 
-    A last line that ends without a line break is what a kill leaves: it is left out unless it is
-    whole. Anything else that cannot be read is an error that names its line.
+    A kill can leave a last line without a line break; it is ignored unless it is a whole object.
+
+    Raises:
+        StrettoError: Another line cannot be read; the message names it.
     """
-    *whole, torn = path.read_bytes().split(b"\n")
-    if _as_object(torn) is not None:
-        whole.append(torn)
-    return [_stamped(path, number, text) for number, text in enumerate(whole, start=1)]
+    *whole, partial_line = path.read_bytes().split(b"\n")
+    if _parse_json_object(partial_line) is not None:
+        whole.append(partial_line)
+    return [_parse_line(path, number, text) for number, text in enumerate(whole, start=1)]
 
 
-def _stamped(path: Path, number: int, text: bytes) -> Stamped:
-    record = _as_object(text)
+def _parse_line(path: Path, number: int, text: bytes) -> TimestampedEvent:
+    record = _parse_json_object(text)
     if record is None:
         raise StrettoError(f"{path}, line {number}: expected a JSON object, got {text[:60]!r}")
     try:
-        return Stamped(datetime.fromisoformat(str(record.get("time"))), from_record(record))
+        return TimestampedEvent(
+            datetime.fromisoformat(str(record.get("time"))), from_record(record)
+        )
     except (StrettoError, ValueError) as wrong:
         raise StrettoError(f"{path}, line {number}: {wrong}") from None
 
 
-def _as_object(text: bytes) -> dict[str, Any] | None:
+def _parse_json_object(text: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
     except ValueError:
@@ -139,17 +158,18 @@ def _as_object(text: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _end_with_a_whole_line(path: Path) -> None:
+def _repair_last_line(path: Path) -> None:
+    """Remove a partial last line of ``path``, or add the line break that a whole one misses."""
     if not path.exists():
         return
     written = path.read_bytes()
-    whole, newline, torn = written.rpartition(b"\n")
-    if not torn:
+    whole, newline, partial_line = written.rpartition(b"\n")
+    if not partial_line:
         return
-    if _as_object(torn) is not None:  # only the line break is missing
+    if _parse_json_object(partial_line) is not None:  # only the line break is missing
         written += b"\n"
     else:
         written = whole + newline
-    aside = path.with_name(f".{path.name}.aside")
-    aside.write_bytes(written)
-    aside.replace(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(written)
+    temporary.replace(path)

@@ -1,7 +1,7 @@
-"""Spans and timelines: what happened when, on which rank, measured or predicted, in one schema.
+"""Spans and timelines of a rank, measured or predicted, and their Chrome trace files.
 
-The running program records with a `Recorder`; the simulator makes the same `Timeline` values, so
-that a prediction and a measurement can be laid side by side in one Chrome or Perfetto trace.
+A run records spans with a `Recorder`. The simulator makes the same `Timeline` values, so that one
+Chrome or Perfetto trace can show prediction and measurement side by side.
 """
 
 import json
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.telemetry.aside import write_aside
+from stretto.telemetry.sinks import write_atomically
 
 _US_PER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that took time: from ``start_s`` to ``end_s`` on the rank's own clock."""
+    """A named interval from ``start_s`` to ``end_s`` on the rank's own clock."""
 
     name: str
     lane: str
-    """What it kept busy ("compute", "comm", ...); a lane is one row of the trace."""
+    """The thread or stream it occupied ("compute", "comm", ...): one row of the trace."""
     start_s: float
     end_s: float
     step: int = -1
-    """The optimizer step it belongs to; -1 outside of steps."""
+    """The optimizer step it belongs to; -1 outside steps."""
     num_bytes: int = 0
-    """How much it moved, where it moved anything."""
+    """Bytes that it transferred; 0 where it transferred nothing."""
 
     def __post_init__(self) -> None:
         if not -math.inf < self.start_s <= self.end_s < math.inf:  # also refuses NaN
@@ -52,20 +52,20 @@ class Timeline:
 
 
 class Recorder:
-    """Collects spans from any thread; keeps the latest ``keep`` and counts what it let go."""
+    """Collects spans from any thread; keeps the latest ``max_spans`` and counts dropped ones."""
 
     def __init__(
-        self, rank: int, *, clock: Callable[[], float] = time.monotonic, keep: int = 100_000
+        self, rank: int, *, clock: Callable[[], float] = time.monotonic, max_spans: int = 100_000
     ) -> None:
         self.clock = clock
         self._rank = rank
-        self._spans: deque[Span] = deque(maxlen=keep)
+        self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_added = 0
         self._lock = threading.Lock()
 
     @contextmanager
     def span(self, name: str, lane: str, *, step: int = -1, num_bytes: int = 0) -> Iterator[None]:
-        """Record the time the body takes, also when it raises: what failed took time too."""
+        """Record the time of the with block, also when it raises."""
         start_s = self.clock()
         try:
             yield
@@ -73,19 +73,19 @@ class Recorder:
             self.add(Span(name, lane, start_s, self.clock(), step, num_bytes))
 
     def add(self, span: Span) -> None:
-        """Record a span that was timed elsewhere, by the clock of this recorder."""
+        """Record a span that the caller timed with this recorder's clock."""
         with self._lock:
             self._spans.append(span)
             self._num_added += 1
 
     @property
     def num_dropped(self) -> int:
-        """How many of the oldest spans were let go to bound the memory."""
+        """Number of old spans that were dropped to bound the memory."""
         with self._lock:
             return self._num_added - len(self._spans)
 
     def timeline(self) -> Timeline:
-        """Return what is kept so far; recording goes on."""
+        """Return the spans kept so far; recording goes on."""
         with self._lock:
             return Timeline(self._rank, tuple(self._spans))
 
@@ -101,9 +101,9 @@ def busy_s(spans: Iterable[Span]) -> float:
 
 
 def exposed_s(timeline: Timeline, *, comm_lanes: Collection[str], compute_lane: str) -> float:
-    """Return the time spent in communication while ``compute_lane`` stood still.
+    """Return the time spent in communication while ``compute_lane`` was idle.
 
-    This is what overlap has failed to hide: busy with either, less busy with compute.
+    This is the communication that did not overlap: time busy with either, minus compute time.
     """
     compute = [span for span in timeline.spans if span.lane == compute_lane]
     comm = [span for span in timeline.spans if span.lane in comm_lanes]
@@ -111,10 +111,13 @@ def exposed_s(timeline: Timeline, *, comm_lanes: Collection[str], compute_lane: 
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
-    """Return the trace that Perfetto and ``chrome://tracing`` open: a process per rank.
+    """Return a trace for Perfetto and ``chrome://tracing``, with a process per rank.
 
-    Each lane is a named thread. The viewers want microseconds; the exact seconds ride along in
-    ``args``, so that reading a trace returns equal timelines. A rank may appear only once.
+    Each lane is a named thread. Times are in microseconds. ``args`` holds the exact seconds, so
+    that reading a trace returns equal timelines.
+
+    Raises:
+        StrettoError: Two timelines have the same rank.
     """
     events: list[dict[str, Any]] = []
     seen: set[int] = set()
@@ -125,20 +128,20 @@ def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:
                 "write them to separate files"
             )
         seen.add(timeline.rank)
-        events += _rank_events(timeline)
+        events += _trace_events_of_rank(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def write_chrome_trace(path: Path, timelines: Iterable[Timeline]) -> None:
-    """Write `chrome_trace` to ``path``, aside and renamed."""
-    write_aside(path, json.dumps(chrome_trace(timelines), separators=(",", ":")))
+    """Write `chrome_trace` to ``path`` atomically."""
+    write_atomically(path, json.dumps(chrome_trace(timelines), separators=(",", ":")))
 
 
 def read_chrome_trace(path: Path) -> list[Timeline]:
-    """Return the timelines that `write_chrome_trace` was given, equal to the last digit."""
+    """Return the timelines of a file that `write_chrome_trace` wrote, exactly as they were."""
     try:
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        return _timelines(events)
+        return _parse_timelines(events)
     except (OSError, ValueError, KeyError, TypeError) as wrong:
         raise StrettoError(
             f"cannot read the trace {path}: {type(wrong).__name__}: {wrong}; "
@@ -146,14 +149,16 @@ def read_chrome_trace(path: Path) -> list[Timeline]:
         ) from wrong
 
 
-def _rank_events(timeline: Timeline) -> list[dict[str, Any]]:
+def _trace_events_of_rank(timeline: Timeline) -> list[dict[str, Any]]:
     lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(s.lane for s in timeline.spans))}
-    named = [_name_event("process_name", timeline.rank, 0, f"rank {timeline.rank}")]
-    named += [_name_event("thread_name", timeline.rank, tid, lane) for lane, tid in lanes.items()]
+    named = [_metadata_event("process_name", timeline.rank, 0, f"rank {timeline.rank}")]
+    named += [
+        _metadata_event("thread_name", timeline.rank, tid, lane) for lane, tid in lanes.items()
+    ]
     return named + [_span_event(timeline.rank, lanes[s.lane], s) for s in timeline.spans]
 
 
-def _name_event(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+def _metadata_event(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}
 
 
@@ -175,7 +180,7 @@ def _span_event(rank: int, tid: int, span: Span) -> dict[str, Any]:
     }
 
 
-def _timelines(events: Iterable[Mapping[str, Any]]) -> list[Timeline]:
+def _parse_timelines(events: Iterable[Mapping[str, Any]]) -> list[Timeline]:
     spans: dict[int, list[Span]] = {}
     lanes: dict[tuple[int, int], str] = {}
     for event in events:

@@ -1,113 +1,128 @@
-"""What a topology is worth: stochastic or not, rounds to the mean, spectral gap, messages.
+"""Analyse a topology: double stochasticity, rounds to consensus, spectral gap and messages.
 
-Makes n x n matrices: for looking at a topology, not for running it.
+Also topologies from networkx graphs, and drawings of rounds. The functions make n x n matrices;
+training does not use them.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.topology.mixing import Mixing, Topology
+from stretto.errors import ConfigError
+from stretto.topology.mixing import Edge, Mixing, RoundPeers, Topology
 
 Matrix = NDArray[np.float64]
-"""[n, n]; row i is what rank i hears."""
+"""[n, n]; row i has the weights with which rank i averages the values of all ranks."""
 
-_EXACT = 1e-9
-"""Two numbers nearer than this are equal but for rounding."""
+_TOLERANCE = 1e-9
+"""Numbers that differ by less are equal up to rounding."""
+
+_DRAWN_ROUNDS = 4
+"""Number of rounds to show of a topology with random peers."""
 
 
-class Counts(NamedTuple):
-    """Messages of one rank in one round of one segment."""
+class MessageCounts(NamedTuple):
+    """Number of messages of one rank in one round of one segment."""
 
     sends: int
     receives: int
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What is known of a topology at one size."""
+class TopologyReport:
+    """Properties of a topology at one size."""
 
     name: str
     size: int
     period: int | None
-    """Rounds after which peers repeat; None where they are drawn."""
+    """Rounds after which peers repeat; None for random peers."""
     doubly_stochastic: bool
     rounds_to_consensus: int | None
-    """Rounds from step 0 on after which all have the mean exactly; None where none is found."""
+    """Rounds from step 0 until all ranks have the exact mean; None if not found."""
     spectral_gap: float | None
-    most_messages: Counts
-    """The most that one rank sends, and receives, in one round."""
+    """See `spectral_gap`; None where it is not defined."""
+    max_messages: MessageCounts
+    """Maximum numbers of messages that one rank sends and receives in one round."""
 
 
-def report(topology: Topology, size: int) -> Report:
-    """Return what is known of ``topology`` among ``size`` ranks."""
-    rounds = range(topology.period(size) or _enough(size))
-    counted = [each for step in rounds for each in counts(topology, size, step)]
-    return Report(
+def analyze_topology(topology: Topology, size: int) -> TopologyReport:
+    """Return the properties of ``topology`` for ``size`` ranks."""
+    rounds = range(topology.period(size) or _rounds_to_examine(size))
+    all_counts = [each for step in rounds for each in message_counts(topology, size, step)]
+    return TopologyReport(
         topology.name,
         size,
         topology.period(size),
-        all(is_doubly_stochastic(matrix(topology, size, step)) for step in rounds),
+        all(is_doubly_stochastic(mixing_matrix(topology, size, step)) for step in rounds),
         rounds_to_consensus(topology, size),
         spectral_gap(topology, size),
-        Counts(max(each.sends for each in counted), max(each.receives for each in counted)),
+        MessageCounts(
+            max(each.sends for each in all_counts), max(each.receives for each in all_counts)
+        ),
     )
 
 
-def matrix(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> Matrix:
-    """Return the matrix of one round."""
+def mixing_matrix(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> Matrix:
+    """Return the mixing matrix of one round."""
     dense = np.zeros((size, size))
     for rank in range(size):
         peers = mixing(rank, size, step, segment)
-        dense[rank, rank] = peers.own
+        dense[rank, rank] = peers.self_weight
         for edge in peers.receives:
             dense[rank, edge.rank] += edge.weight
     return dense
 
 
-def counts(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> list[Counts]:
-    """Return the messages of every rank in one round of one segment."""
+def message_counts(
+    mixing: Mixing, size: int, step: int = 0, segment: int = 0
+) -> list[MessageCounts]:
+    """Return the message counts of every rank in one round of one segment."""
     peers = [mixing(rank, size, step, segment) for rank in range(size)]
-    return [Counts(len(each.sends), len(each.receives)) for each in peers]
+    return [MessageCounts(len(each.sends), len(each.receives)) for each in peers]
 
 
 def is_column_stochastic(dense: Matrix) -> bool:
-    """Tell whether nobody gives away more or less than there is: the sum over ranks stays."""
-    return bool(np.all(dense >= 0) and np.allclose(dense.sum(axis=0), 1.0, rtol=0, atol=_EXACT))
+    """Return whether no entry is negative and columns sum to 1, which keeps the sum over ranks."""
+    return bool(np.all(dense >= 0) and np.allclose(dense.sum(axis=0), 1.0, rtol=0, atol=_TOLERANCE))
 
 
 def is_doubly_stochastic(dense: Matrix) -> bool:
-    """Tell whether, besides, everybody goes on with a mean: no push-sum is needed."""
+    """Return whether all columns and rows sum to 1, so that push-sum is not needed."""
     return is_column_stochastic(dense) and is_column_stochastic(dense.T)
 
 
 def rounds_to_consensus(topology: Topology, size: int, limit: int | None = None) -> int | None:
-    """Return after how many rounds from step 0 all have the mean exactly, None if not by ``limit``.
+    """Return the rounds from step 0 until all ranks have the exact mean; None if over ``limit``.
 
-    Without a limit, a whole period and at least 2 log2 n rounds are followed.
+    The default limit is one period, but at least 2 log2 n rounds.
     """
-    wanted = _mean(size)
+    target = _averaging_matrix(size)
     product = np.eye(size)
-    if np.allclose(product, wanted):
+    if np.allclose(product, target):
         return 0
     if limit is None:
-        limit = max(topology.period(size) or 1, _enough(size))
+        limit = max(topology.period(size) or 1, _rounds_to_examine(size))
     for step in range(limit):
-        product = matrix(topology, size, step) @ product
-        if np.allclose(product, wanted, rtol=0, atol=_EXACT):
+        product = mixing_matrix(topology, size, step) @ product
+        if np.allclose(product, target, rtol=0, atol=_TOLERANCE):
             return step + 1
     return None
 
 
 def spectral_gap(topology: Topology, size: int, samples: int = 1000) -> float | None:
-    """Return 1 - the factor by which a round shrinks disagreement, in the worst direction.
+    """Return 1 minus the factor by which a round shrinks disagreement, in the worst direction.
 
-    Of peers that repeat: the second largest singular value of the product over one period, as a
-    mean per round; 1 where one period is exact. Of drawn ones: the root of the largest expected
-    square, over the first ``samples`` steps, which errs a little towards a smaller gap. None where
-    rows do not sum to one: what push-sum does is not said by singular values.
+    For periodic peers the factor is the second largest singular value of the product over one
+    period, as a geometric mean per round. The gap is 1 if one period gives the exact mean.
+
+    For random peers the factor is the root of the largest expected square, estimated over the
+    first ``samples`` steps. This estimate is slightly biased towards a smaller gap.
+
+    Return None if rows do not sum to 1: singular values do not describe push-sum.
     """
     if not topology.doubly_stochastic:
         return None
@@ -120,23 +135,118 @@ def _factor_of_period(topology: Topology, size: int) -> float:
     rounds = topology.period(size) or 1
     product = np.eye(size)
     for step in range(rounds):
-        product = matrix(topology, size, step) @ product
-    left = float(np.linalg.norm(product - _mean(size), ord=2))
-    return 0.0 if left < _EXACT else left ** (1.0 / rounds)
+        product = mixing_matrix(topology, size, step) @ product
+    deviation = float(np.linalg.norm(product - _averaging_matrix(size), ord=2))
+    return 0.0 if deviation < _TOLERANCE else deviation ** (1.0 / rounds)
 
 
 def _expected_factor(topology: Topology, size: int, samples: int) -> float:
     total = np.zeros((size, size))
     for step in range(samples):
-        left = matrix(topology, size, step) - _mean(size)
-        total += left.T @ left
+        deviation = mixing_matrix(topology, size, step) - _averaging_matrix(size)
+        total += deviation.T @ deviation
     largest = float(np.linalg.eigvalsh(total / samples)[-1])
     return float(np.sqrt(max(0.0, largest)))
 
 
-def _mean(size: int) -> Matrix:
+def _averaging_matrix(size: int) -> Matrix:
     return np.full((size, size), 1.0 / size)
 
 
-def _enough(size: int) -> int:
+def _rounds_to_examine(size: int) -> int:
     return 2 * size.bit_length()
+
+
+# --- Topologies from networkx graphs ---
+
+
+def topology_from_graph(graph: nx.Graph) -> Topology:
+    """Return a topology whose ranks, 0 to n-1, exchange along the edges of ``graph`` in each round.
+
+    Directed graph: a rank splits its value evenly among itself and its successors. Rows sum to 1
+    only if every rank has as many predecessors as successors; otherwise push-sum is needed.
+
+    Undirected graph: Metropolis weights, 1 / (1 + the larger degree of both ends), which are doubly
+    stochastic. Later changes of the graph have no effect.
+
+    Raises:
+        ConfigError: The nodes are not the ranks 0 to n-1, or the graph is not connected.
+    """
+    _check_graph(graph)
+    size = graph.number_of_nodes()
+    peers = tuple(_peers_in_graph(graph, rank) for rank in range(size))
+
+    def mixing(rank: int, size: int, step: int, segment: int) -> RoundPeers:
+        return peers[rank]
+
+    def size_error(requested: int) -> str | None:
+        return None if requested == size else f"the graph has {size} ranks, not {requested}"
+
+    rows = [each.self_weight + sum(edge.weight for edge in each.receives) for each in peers]
+    balanced = all(abs(row - 1.0) < 1e-12 for row in rows)
+    return Topology("custom", mixing, size_error=size_error, doubly_stochastic=balanced)
+
+
+def _peers_in_graph(graph: nx.Graph, rank: int) -> RoundPeers:
+    successors = sorted(graph.successors(rank) if graph.is_directed() else graph.neighbors(rank))
+    predecessors = sorted(graph.predecessors(rank)) if graph.is_directed() else successors
+    sends = tuple(
+        Edge(other, _edge_weight(graph, rank, other)) for other in successors if other != rank
+    )
+    receives = tuple(
+        Edge(other, _edge_weight(graph, other, rank)) for other in predecessors if other != rank
+    )
+    return RoundPeers(1.0 - sum(edge.weight for edge in sends), sends, receives)
+
+
+def _edge_weight(graph: nx.Graph, source: int, target: int) -> float:
+    if graph.is_directed():
+        return 1.0 / (1 + _num_others(graph.successors(source), source))
+    return 1.0 / (1 + max(_num_others(graph.neighbors(end), end) for end in (source, target)))
+
+
+def _num_others(neighbours: Iterable[int], rank: int) -> int:
+    return sum(other != rank for other in neighbours)
+
+
+def _check_graph(graph: nx.Graph) -> None:
+    size = graph.number_of_nodes()
+    if size == 0 or set(graph) != set(range(size)):
+        raise ConfigError(f"the nodes of a graph of {size} must be the ranks 0 to {size - 1}")
+    connected = nx.is_strongly_connected if graph.is_directed() else nx.is_connected
+    if not connected(graph):
+        raise ConfigError(
+            "the graph is not connected: values of some ranks would never reach others"
+        )
+
+
+# --- Drawings ---
+
+
+def round_graph(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> nx.DiGraph:
+    """Return one round as a graph with an edge, and its ``weight``, for every message."""
+    drawn = nx.DiGraph()
+    drawn.add_nodes_from(range(size))
+    for rank in range(size):
+        for edge in mixing(rank, size, step, segment).sends:
+            drawn.add_edge(rank, edge.rank, weight=edge.weight)
+    return drawn
+
+
+def round_lines(
+    topology: Topology, size: int, rounds: int | None = None, segment: int = 0
+) -> list[str]:
+    """Return a line of text for each round: ``0>1`` is one message, ``0-1`` one in each direction.
+
+    The default is one period, or four rounds of random peers, which have no period.
+    """
+    if rounds is None:
+        rounds = topology.period(size) or _DRAWN_ROUNDS
+    return [_graph_line(round_graph(topology, size, step, segment)) for step in range(rounds)]
+
+
+def _graph_line(drawn: nx.DiGraph) -> str:
+    mutual = [(a, b) for a, b in drawn.edges if a < b and drawn.has_edge(b, a)]
+    single = [(a, b) for a, b in drawn.edges if not drawn.has_edge(b, a)]
+    arrows = {**dict.fromkeys(mutual, "-"), **dict.fromkeys(single, ">")}
+    return " ".join(f"{a}{arrow}{b}" for (a, b), arrow in sorted(arrows.items())) or "no messages"

@@ -1,1 +1,1 @@
-"""Training: the loop on one screen, and its pieces."""
+"""Training: the loop and its parts."""

@@ -1,7 +1,7 @@
-"""Fine-tuning: a run that begins with the weights of an earlier one; all else is its own.
+"""Fine-tuning: export a model's backbone, and start a run from the weights of an earlier one.
 
-Nothing is left to chance or silence: each tensor of the model is either taken over, with equal
-shape, or declared fresh by the run file. A backbone file declares its head fresh by itself.
+Every tensor of the model must either be loaded, with an equal shape, or be declared newly
+initialised by the run file. A backbone file declares its missing head by itself.
 """
 
 import json
@@ -12,177 +12,268 @@ from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 import torch
-from pydantic import model_validator
+from pydantic import TypeAdapter, ValidationError, model_validator
 from torch import Tensor, nn
 
-from stretto.checkpoint import Backbone, load_at, load_backbone
-from stretto.checkpoint.backbone import SUFFIX
-from stretto.comm.spread import spread_from_rank_0_, spread_text
+from stretto.checkpoint import (
+    Backbone,
+    CheckpointState,
+    find_and_load,
+    load_backbone,
+    save_backbone,
+)
+from stretto.checkpoint.tensor_files import BACKBONE_SUFFIX
+from stretto.comm.broadcast import broadcast_, broadcast_text
 from stretto.config import Config
-from stretto.config.text import nearest, toml_value
-from stretto.errors import ConfigError, StrettoError
-from stretto.model import ResNet
-from stretto.model.backbone import is_inside
-from stretto.model.names import from_torchvision, has_torchvision_names
+from stretto.config.formatting import did_you_mean, toml_value
+from stretto.errors import CheckpointError, ConfigError, StrettoError
+from stretto.models import AnyModelConfig, ModelConfig, ResNet, build_model, head_layer_names
+from stretto.models.backbone import belongs_to_layers, from_torchvision, has_torchvision_names
 from stretto.train.parts import Parts
 
-Shapes: TypeAlias = Mapping[str, Sequence[int]]
-"""Of tensors, by name."""
+_TABLE: TypeAdapter[AnyModelConfig] = TypeAdapter(ModelConfig)
 
-_NAMED = 4
-"""Misfits that a message names; there are as many as tensors where the model is another one."""
+
+@dataclass(frozen=True, slots=True)
+class ExportSummary:
+    """What `export_backbone` wrote."""
+
+    path: Path
+    source: Path
+    """The checkpoint that was read."""
+    step: int
+    num_tensors: int
+    num_bytes: int
+    """Size of the file."""
+    head: tuple[str, ...]
+    """Layers that were left out."""
+
+
+def export_backbone(location: Path, out: Path, *, log: Callable[[str], None]) -> ExportSummary:
+    """Write a run's weights without its head to the new file ``out``.
+
+    Args:
+        location: A run's folder, its folder of checkpoints, or one checkpoint, as for
+            `find_and_load`.
+        out: A name that ends in ``.safetensors``, which ``init.checkpoint`` then accepts.
+        log: Called with one line for each damaged checkpoint that was skipped.
+    """
+    if out.suffix != BACKBONE_SUFFIX:
+        raise ConfigError(f"{out}: a backbone file's name ends in {BACKBONE_SUFFIX}")
+    if out.exists():
+        raise ConfigError(f"{out} is there already: delete it, or choose another name")
+    source, state = find_and_load(location, log=log)
+    config = _model_table(source, state)
+    head = head_layer_names(build_model(config, seed=0))
+    full_state = state.tensors_under("model")
+    kept = {
+        name: tensor for name, tensor in full_state.items() if not belongs_to_layers(name, head)
+    }
+    if not kept or len(kept) == len(full_state):
+        raise CheckpointError(
+            f"{source}: no last layer is found that could be left out of the model; another run "
+            "can begin with the checkpoint as it is, see init.checkpoint and init.newly_initialised"
+        )
+    backbone = Backbone(kept, config.model_dump(mode="json"), head, state.step)
+    num_bytes = save_backbone(out, backbone)
+    return ExportSummary(out, source, state.step, len(kept), num_bytes, head)
+
+
+def _model_table(source: Path, state: CheckpointState) -> AnyModelConfig:
+    """Return the ``[model]`` table that the run stored in its checkpoint."""
+    fixed_settings = state.facts.get("fixed", {})
+    table = {
+        key.removeprefix("model."): fixed_settings[key]
+        for key in fixed_settings
+        if key.startswith("model.")
+    }
+    try:
+        return _TABLE.validate_json(json.dumps(table))
+    except ValidationError as wrong:
+        first = wrong.errors(include_url=False, include_input=False)[0]
+        key = ".".join(["model", *(str(part) for part in first["loc"][1:])])
+        raise CheckpointError(
+            f"{source} does not hold a model table that can be built here: {key}: {first['msg']}"
+        ) from None
+
+
+Shapes: TypeAlias = Mapping[str, Sequence[int]]
+"""Shapes of tensors by name."""
+
+_MAX_LISTED = 4
+"""Mismatches that a message lists; a wrong model has as many as tensors."""
 
 
 class InitConfig(Config):
-    """The ``[init]`` table: whose weights a run begins with; a resumed run has its own."""
+    """The ``[init]`` table: initial weights from another run; a resumed run ignores it."""
 
     checkpoint: str | None = None
-    """A run's folder or its folder of checkpoints (the newest valid one is taken), one
-    checkpoint, or a file of tensors by name (.safetensors; for a resnet also with torchvision's
-    or timm's names); a relative path counts from the working directory."""
-    fresh: tuple[str, ...] = ()
-    """Tensors not taken over, by name or pattern: "head.*" where there are other classes. A
-    backbone file has no head, and needs no word about it."""
+    """A run's folder or its folder of checkpoints (the newest valid one is used), one checkpoint,
+    or a file of tensors by name (.safetensors; for a resnet also with torchvision's or timm's
+    names). A relative path counts from the working directory.
+    """
+    newly_initialised: tuple[str, ...] = ()
+    """Tensors that are not loaded, by name or pattern: "head.*" if the number of classes differs. A
+    backbone file has no head, so its head needs no entry.
+    """
 
     @model_validator(mode="after")
-    def _fresh_beside_what(self) -> Self:
-        if self.fresh and self.checkpoint is None:
-            raise ValueError("fresh without checkpoint: all weights are fresh then; leave it out")
+    def _require_checkpoint(self) -> Self:
+        if self.newly_initialised and self.checkpoint is None:
+            raise ValueError(
+                "newly_initialised without checkpoint: all weights are new then; leave it out"
+            )
         return self
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """Where the weights that a run begins with came from."""
+class InitialWeights:
+    """Where the initial weights of a run came from."""
 
     path: str = ""
-    """The checkpoint or file; empty where all weights are fresh."""
-    num_taken: int = 0
-    num_fresh: int = 0
+    """The checkpoint or file; empty if all weights are newly initialised."""
+    num_loaded: int = 0
+    num_new: int = 0
 
     @property
     def note(self) -> str:
-        """What the run's first word says of it."""
+        """The line about it in the run's first event."""
         if not self.path:
             return ""
-        plural = "" if self.num_fresh == 1 else "s"
-        return f"weights from {self.path}, {self.num_fresh} tensor{plural} fresh"
+        plural = "" if self.num_new == 1 else "s"
+        return f"weights from {self.path}, {self.num_new} tensor{plural} newly initialised"
 
 
 def check_init(init: InitConfig, model: nn.Module, log: Callable[[str], None]) -> None:
-    """Raise `ConfigError` where ``model`` cannot begin as ``init`` says; change nothing."""
+    """Raise `ConfigError` if ``model`` cannot be initialised as ``init`` says; change nothing."""
     if init.checkpoint is not None:
-        _fitting(init, model, log)
+        _select_tensors(init, model, log)
 
 
-def take_over_(parts: Parts, init: InitConfig, log: Callable[[str], None]) -> Start:
-    """Put the weights that ``init`` names into the model, before the first step.
+def init_from_checkpoint(
+    parts: Parts, init: InitConfig, log: Callable[[str], None]
+) -> InitialWeights:
+    """Load the weights that ``init`` names into the model, before the first step.
 
-    Rank 0 reads and the others get every byte from it: disks need not be shared. All ranks
-    call this together, and fail together.
+    Rank 0 reads the file and broadcasts every byte, so disks need not be shared. All ranks call
+    this together and fail together.
     """
     if init.checkpoint is None:
-        return Start()
+        return InitialWeights()
     answer: dict[str, Any] = {}
-    if parts.channel.rank == 0:
+    if parts.transport.rank == 0:
         try:
-            answer = asdict(_load_(init, parts.model, log))
+            answer = asdict(_load_weights_(init, parts.model, log))
         except StrettoError as wrong:
             answer = {"wrong": str(wrong)}
-    answer = json.loads(spread_text(json.dumps(answer), parts.channel))
+    answer = json.loads(broadcast_text(json.dumps(answer), parts.transport))
     if "wrong" in answer:
         raise ConfigError(answer["wrong"])
-    spread_from_rank_0_([*parts.model.parameters(), *parts.model.buffers()], parts.channel)
-    return Start(**answer)
+    broadcast_([*parts.model.parameters(), *parts.model.buffers()], parts.transport)
+    return InitialWeights(**answer)
 
 
-def taken_names(
-    model: Shapes, stored: Shapes, fresh: Sequence[str], head: Sequence[str] = ()
+def loadable_names(
+    model: Shapes, stored: Shapes, new: Sequence[str], head: Sequence[str] = ()
 ) -> list[str]:
-    """Return the tensors that both have, no pattern of ``fresh`` matches and no ``head`` holds.
+    """Return the names to load: in both, matched by no pattern of ``new`` and not part of ``head``.
+
+    Args:
+        model: The tensors of the model.
+        stored: The tensors of the checkpoint.
+        new: Patterns of tensors that are newly initialised.
+        head: Layers that the checkpoint leaves out.
 
     Raises:
-        ConfigError: A tensor fits nothing and is not declared fresh, a pattern matches no tensor,
-            or there is nothing to take over.
+        ConfigError: A tensor does not fit and is not declared newly initialised, a pattern matches
+            no tensor, or nothing is left to load.
     """
     names = list(dict.fromkeys([*model, *stored]))
-    _refuse_idle(fresh, names)
-    declared = _matching(names, fresh) | {name for name in names if is_inside(name, head)}
-    misfits = {name: told for name in names if (told := _misfit(name, model, stored))}
-    taken = [name for name in names if name not in misfits and name not in declared]
-    offending = [name for name in misfits if name not in declared]
-    if not taken:
+    _refuse_unmatched_patterns(new, names)
+    declared = _matching(names, new) | {name for name in names if belongs_to_layers(name, head)}
+    mismatches = {
+        name: description for name in names if (description := _mismatch(name, model, stored))
+    }
+    loaded = [name for name in names if name not in mismatches and name not in declared]
+    offending = [name for name in mismatches if name not in declared]
+    if not loaded:
         raise ConfigError(
-            "nothing is left to take over: the checkpoint is another model's, or init.fresh "
-            "matches every tensor"
+            "no tensor is left to load: the checkpoint is another model's, or "
+            "init.newly_initialised matches every tensor"
         )
     if offending:
-        told = "; ".join(misfits[name] for name in offending[:_NAMED])
-        more = f"; and {len(offending) - _NAMED} more" if len(offending) > _NAMED else ""
-        line = toml_value([*fresh, *_patterns(offending, names, declared)])
-        raise ConfigError(f"{told}{more}; to leave out what does not fit: init.fresh={line}")
-    return taken
+        description = "; ".join(mismatches[name] for name in offending[:_MAX_LISTED])
+        more = f"; and {len(offending) - _MAX_LISTED} more" if len(offending) > _MAX_LISTED else ""
+        line = toml_value([*new, *_patterns(offending, names, declared)])
+        raise ConfigError(
+            f"{description}{more}; to leave out what does not fit: init.newly_initialised={line}"
+        )
+    return loaded
 
 
-def _load_(init: InitConfig, model: nn.Module, log: Callable[[str], None]) -> Start:
-    path, taken = _fitting(init, model, log)
+def _load_weights_(
+    init: InitConfig, model: nn.Module, log: Callable[[str], None]
+) -> InitialWeights:
+    path, loaded = _select_tensors(init, model, log)
     state = model.state_dict()
-    model.load_state_dict(state | taken)
-    return Start(str(path), len(taken), len(state) - len(taken))
+    model.load_state_dict(state | loaded)
+    return InitialWeights(str(path), len(loaded), len(state) - len(loaded))
 
 
-def _fitting(
+def _select_tensors(
     init: InitConfig, model: nn.Module, log: Callable[[str], None]
 ) -> tuple[Path, dict[str, Tensor]]:
-    """Return the checkpoint that ``init`` means, and what ``model`` takes over from it."""
-    place = Path(init.checkpoint or "").expanduser()
+    """Return the path of the checkpoint that ``init`` names, and the tensors to load from it."""
+    location = Path(init.checkpoint or "").expanduser()
     state = model.state_dict(keep_vars=True)
     try:
-        path, found = _found(place, log)
-        stored = dict(found.tensors)
+        path, backbone = _read_weights(location, log)
+        stored = dict(backbone.tensors)
         if isinstance(model, ResNet) and has_torchvision_names(stored):
             stored = from_torchvision(stored)
-        names = taken_names(_shapes(state), _shapes(stored), init.fresh, found.head)
-        taken = {name: stored[name] for name in names}
-        _refuse_torn(state, taken, init.fresh)
+        names = loadable_names(
+            _shapes(state), _shapes(stored), init.newly_initialised, backbone.head
+        )
+        loaded = {name: stored[name] for name in names}
+        _refuse_conflicting_ties(state, loaded, init.newly_initialised)
     except StrettoError as wrong:
         raise ConfigError(f"init.checkpoint = {toml_value(init.checkpoint)}: {wrong}") from wrong
-    return path, taken
+    return path, loaded
 
 
-def _found(place: Path, log: Callable[[str], None]) -> tuple[Path, Backbone]:
-    """Return the weights that ``place`` means, and where exactly they lie."""
-    if place.suffix == SUFFIX and not place.is_dir():
-        return place, load_backbone(place)
-    path, state = load_at(place, log=log)
-    return path, Backbone(state.under("model"), step=state.step)
+def _read_weights(location: Path, log: Callable[[str], None]) -> tuple[Path, Backbone]:
+    """Return the weights that ``location`` names, and the exact path."""
+    if location.suffix == BACKBONE_SUFFIX and not location.is_dir():
+        return location, load_backbone(location)
+    path, state = find_and_load(location, log=log)
+    return path, Backbone(state.tensors_under("model"), step=state.step)
 
 
-def _refuse_torn(
-    model: Mapping[str, Tensor], taken: Mapping[str, Tensor], fresh: Sequence[str]
+def _refuse_conflicting_ties(
+    model: Mapping[str, Tensor], loaded: Mapping[str, Tensor], new: Sequence[str]
 ) -> None:
-    """Refuse two values for one tensor: names that the model ties and the other run did not."""
+    """Refuse tensors that the model ties but that have different values in the checkpoint."""
     named: dict[int, str] = {}
-    for name, value in taken.items():
+    for name, value in loaded.items():
         first = named.setdefault(id(model[name]), name)
-        if name != first and not torch.equal(value, taken[first]):
+        if name != first and not torch.equal(value, loaded[first]):
             raise ConfigError(
                 f"{first} and {name} are one tensor in the model and differ in the checkpoint; "
-                f"leave one of them out: init.fresh={toml_value([*fresh, name])}"
+                f"leave one of them out: init.newly_initialised={toml_value([*new, name])}"
             )
 
 
-def _refuse_idle(fresh: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in fresh:
+def _refuse_unmatched_patterns(new: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in new:
         if not _matching(names, [pattern]):
             raise ConfigError(
-                f"no tensor has a name that {toml_value(pattern)} in init.fresh matches"
-                f"{nearest(pattern, names)}"
+                f"no tensor has a name that {toml_value(pattern)} in init.newly_initialised matches"
+                f"{did_you_mean(pattern, names)}"
             )
 
 
-def _misfit(name: str, model: Shapes, stored: Shapes) -> str:
-    """Return why ``name`` cannot be taken over, or nothing."""
+def _mismatch(name: str, model: Shapes, stored: Shapes) -> str:
+    """Return why ``name`` cannot be loaded, or ""."""
     if name not in stored:
         return f"{name} {list(model[name])} is not in the checkpoint"
     if name not in model:
@@ -193,13 +284,13 @@ def _misfit(name: str, model: Shapes, stored: Shapes) -> str:
 
 
 def _patterns(offending: Sequence[str], names: Sequence[str], declared: set[str]) -> list[str]:
-    """Return patterns that match ``offending`` and nothing that could be taken over."""
+    """Return patterns that match ``offending`` and no loadable tensor."""
     patterns: dict[str, None] = {}
     for name in offending:
         module = name.rpartition(".")[0]
         inside = [other for other in names if module and other.startswith(f"{module}.")]
-        whole = bool(inside) and declared.issuperset(set(inside) - set(offending))
-        patterns[f"{module}.*" if whole else name] = None
+        is_whole_module = bool(inside) and declared.issuperset(set(inside) - set(offending))
+        patterns[f"{module}.*" if is_whole_module else name] = None
     return list(patterns)
 
 

@@ -1,95 +1,101 @@
-"""The training loop, on one screen.
+"""The training loop.
 
 ::
 
-    batches       next global batch, this rank's share of it      (data wait)
-    agreement     begins: samples read, stop asked for            (hidden behind forward)
-    accumulate    strategy.begin, forward, backward per micro-batch
-    guard.agree   are all losses finite? strategy.after_backward  (exposed communication)
-    update        optimizer step; or the step is left out
-    after_update  the strategy makes parameters agree
-    guard.follow  what follows from steps left out
+    batches               next global batch, this rank's samples of it      (data wait)
+    consensus.begin       samples read, stop requested?                     (hidden behind forward)
+    accumulate            strategy.begin, forward, backward per micro-batch
+    sync_gradients        all losses finite? strategy.after_backward        (exposed communication)
+    update                optimizer step; or the step is skipped
+    after_update          the strategy makes parameters agree
+    handle_skipped_steps  stop, skip or roll back
     report, evaluate, save    when due
 
-Ranks with models of their own meet only to evaluate and to save: what they tell each other
-meanwhile is heard some steps later (`stretto.train.loose`).
+If each rank makes its own steps, ranks synchronise only to evaluate and to save. What they report
+to each other in between arrives some steps later (`stretto.train.step_consensus`).
 """
 
-from stretto.data.loader import LoadedShare
+from stretto.data.loader import LoadedSamples
 from stretto.telemetry.events import EvalDone, RunEnded
-from stretto.train.agreement import Control
+from stretto.train.batches import ReadReporter, StepBatches
 from stretto.train.evaluate import evaluate
-from stretto.train.guard import Guard, guarded
-from stretto.train.loose import AnyAgreement
-from stretto.train.meter import Meter
+from stretto.train.finite_check import FiniteCheck, make_consensus_and_check
+from stretto.train.meter import StepMeter
 from stretto.train.parts import Parts
-from stretto.train.reading import Reading
 from stretto.train.state import save_state
 from stretto.train.step import accumulate, update
-from stretto.train.steps import Steps
+from stretto.train.step_consensus import AnyConsensus, ControlPlane
 
 
-def train(parts: Parts, first_step: int = 0, control: Control | None = None) -> RunEnded:
+def train(parts: Parts, first_step: int = 0, control: ControlPlane | None = None) -> RunEnded:
     """Run the steps from ``first_step`` to the end; all ranks call this together.
 
-    A request to stop, to any rank, ends the run for all of them after the step in which they
-    agreed on it, with a checkpoint.
+    A stop request to any rank ends the run for all, with a checkpoint, after a step on which they
+    agree.
     """
-    config, meter, reading = parts.config, Meter(parts, first_step), Reading(parts)
-    agreement, guard = guarded(parts, control or Control(parts.channel))
+    config, meter, read_reporter = parts.config, StepMeter(parts, first_step), ReadReporter(parts)
+    consensus, finite_check = make_consensus_and_check(
+        parts, control or ControlPlane(parts.transport)
+    )
     parts.strategy.reads_gradients = config.reads_gradients
     result: EvalDone | None = None
     stopped = ""
-    with Steps(parts, first_step) as steps:
-        for step, batch in steps:
-            _make(parts, step, batch, agreement, guard, meter)
-            evaluates = parts.is_due(config.eval_every, step)
-            if (earlier := guard.follow(step, meet=evaluates)) is not None:
-                steps.go_back(earlier)
-                meter.go_back(earlier)
+    with StepBatches(parts, first_step) as batches:
+        for step, batch in batches:
+            _run_step(parts, step, batch, consensus, finite_check, meter)
+            is_eval_due = parts.is_due(config.eval_every, step)
+            if (
+                rollback_step := finite_check.handle_skipped_steps(step, is_sync_point=is_eval_due)
+            ) is not None:
+                batches.roll_back(rollback_step)
+                meter.roll_back(rollback_step)
                 continue
             is_last = step + 1 == parts.total_steps
-            asked = agreement.settled().stop
-            stopped = "" if is_last else asked
-            saves = bool(stopped) or parts.is_due(config.save_every, step)
+            requested_stop = consensus.result().stop_reason
+            stopped = "" if is_last else requested_stop
+            is_save_due = bool(stopped) or parts.is_due(config.save_every, step)
             if stopped or parts.is_due(config.log_every, step):
-                meter.begin_line(parts.rate_at(step))
-            for line in meter.lines(0 if evaluates or saves else agreement.lag):
-                parts.report(line)
-            if evaluates:
+                meter.begin_metrics(parts.rate_at(step))
+            for metrics in meter.finished_metrics(
+                0 if is_eval_due or is_save_due else consensus.lag
+            ):
+                parts.report(metrics)
+            if is_eval_due:
                 result = evaluate(parts, step + 1)
                 parts.report(result)
-                parts.judge(result)
-            stopped = stopped or ("" if is_last else parts.watch.verdict)
-            if (stopped or parts.is_due(None, step)) and (read := reading.account(step + 1)):
-                parts.report(read)
-            if parts.checkpoints and (stopped or saves):
+                parts.observe_evaluation(result)
+            stopped = stopped or ("" if is_last else parts.early_stopper.stop_reason)
+            if (stopped or parts.is_due(None, step)) and (
+                data_read := read_reporter.summarize(step + 1)
+            ):
+                parts.report(data_read)
+            if parts.checkpoints and (stopped or is_save_due):
                 save_state(parts, step + 1)
             if stopped:
                 break
-    ended = meter.ended(result, stopped, again=bool(stopped and asked))
-    parts.report(ended)
-    return ended
+    run_ended = meter.run_ended(result, stopped, again=bool(stopped and requested_stop))
+    parts.report(run_ended)
+    return run_ended
 
 
-def _make(
+def _run_step(
     parts: Parts,
     step: int,
-    batch: LoadedShare,
-    agreement: AnyAgreement,
-    guard: Guard,
-    meter: Meter,
+    batch: LoadedSamples,
+    consensus: AnyConsensus,
+    finite_check: FiniteCheck,
+    meter: StepMeter,
 ) -> None:
-    """Make one step, or leave it out."""
+    """Run one step; skip its update if it is not finite."""
     with meter.step(batch):
-        guard.keep()
-        loss = accumulate(parts, step, batch, parts.rate_at(step), agreement)
-        with meter.communicating():
-            agreed = guard.agree(step)
-        if agreed is not None:
-            update(parts, step, agreed)
+        finite_check.save_rollback_state()
+        loss = accumulate(parts, step, batch, parts.rate_at(step), consensus)
+        with meter.time_communication():
+            sync_result = finite_check.sync_gradients(step)
+        if sync_result is not None:
+            update(parts, step, sync_result)
         else:
-            guard.leave_out(step, batch)
-        if agreed is not None or parts.strategy.alone:  # peers count on this rank
+            finite_check.skip_step(step, batch)
+        if sync_result is not None or parts.strategy.steps_are_local:  # peers count on this rank
             parts.strategy.after_update()
-    meter.add(loss, len(batch.inputs), agreement.settled().wait_s, agreed)
+    meter.add(loss, len(batch.inputs), consensus.result().wait_s, sync_result)

@@ -1,10 +1,10 @@
-"""Half precision: the type forward computes in, and the factor that keeps fp16 gradients alive.
+"""Mixed precision: the type of forward and backward, and loss scaling for fp16.
 
-Weights, their updates and everything an optimizer keeps stay in the model's own type, fp32: forward
-casts them as it uses them. Numbers of fp16 end at 6e-8: gradients below that would vanish, so the
-loss is multiplied by a scale before backward, and gradients are divided by it once they are summed,
-before anybody looks at them. A scale that is too large makes them overflow; then all ranks leave
-that step out and halve it.
+Weights, updates and optimizer state keep the model's own type, fp32; forward casts the weights as
+it uses them. The smallest fp16 number is 6e-8, and smaller gradients would become 0. The loss is
+therefore multiplied by a scale before backward, and the summed gradients are divided by it before
+anything reads them. A scale that is too large makes gradients overflow. All ranks then skip that
+step and halve the scale.
 """
 
 from collections.abc import Mapping
@@ -17,53 +17,53 @@ from stretto.errors import CheckpointError
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-HALF: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What forward and backward compute in, where it is not the weights' own type."""
-FIRST_SCALE = 65536.0
-LEAST_SCALE = 1.0
-"""An overflow at this scale is no matter of scale."""
-GROW_AFTER = 2000
-"""Good steps in a row after which a larger scale is tried."""
+HALF_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of forward and backward, if it differs from that of the weights."""
+INIT_SCALE = 65536.0
+MIN_SCALE = 1.0
+"""An overflow at this scale cannot be cured by a smaller one."""
+GROWTH_INTERVAL = 2000
+"""Steps without overflow after which the scale is doubled."""
 
 
 @dataclass(slots=True)
 class LossScale:
-    """What losses are multiplied by; every rank that hears the same verdicts has the same one."""
+    """The loss scale; equal on all ranks that see the same results of the finite check."""
 
     value: float = 1.0
-    moves: bool = False
-    """Whether verdicts change it; one that does not move is 1."""
+    is_dynamic: bool = False
+    """Whether overflows change it; a static scale is 1."""
     good_steps: int = 0
 
-    def judge(self, finite: bool) -> None:
-        """Take a step's verdict into account."""
-        if not self.moves:
+    def update(self, is_finite: bool) -> None:
+        """Update the scale after a step whose gradients were finite or not."""
+        if not self.is_dynamic:
             return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value = max(LEAST_SCALE, self.value / 2)
-        elif self.good_steps == GROW_AFTER:
+        self.good_steps = self.good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.value = max(MIN_SCALE, self.value / 2)
+        elif self.good_steps == GROWTH_INTERVAL:
             self.value, self.good_steps = self.value * 2, 0
 
     @property
-    def may_fall(self) -> bool:
-        """Whether an overflow may be due to the scale alone."""
-        return self.moves and self.value > LEAST_SCALE
+    def can_shrink(self) -> bool:
+        """Whether a smaller scale could prevent an overflow."""
+        return self.is_dynamic and self.value > MIN_SCALE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as JSON values; nothing where it does not move."""
-        return {"value": self.value, "good_steps": self.good_steps} if self.moves else {}
+        """Return the state as JSON values; empty for a static scale."""
+        return {"value": self.value, "good_steps": self.good_steps} if self.is_dynamic else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; a checkpoint of another precision has none, and it starts anew."""
-        if not self.moves or not state:
+        """Restore the state; keep the initial scale if a run of another precision saved none."""
+        if not self.is_dynamic or not state:
             return
         value, good_steps = state.get("value"), state.get("good_steps")
-        if not isinstance(value, float) or not value >= LEAST_SCALE or type(good_steps) is not int:
-            raise CheckpointError(f"the checkpoint's loss scale cannot be: {dict(state)}")
+        if not isinstance(value, float) or not value >= MIN_SCALE or type(good_steps) is not int:
+            raise CheckpointError(f"the checkpoint's loss scale is invalid: {dict(state)}")
         self.value, self.good_steps = value, good_steps
 
 
-def loss_scale(precision: Precision, first: float = FIRST_SCALE) -> LossScale:
-    """Return the scale that a run in ``precision`` begins with."""
-    return LossScale(first, moves=True) if precision == "fp16" else LossScale()
+def loss_scale(precision: Precision, init_scale: float = INIT_SCALE) -> LossScale:
+    """Return the initial loss scale of a run in ``precision``."""
+    return LossScale(init_scale, is_dynamic=True) if precision == "fp16" else LossScale()

@@ -1,5 +1,17 @@
-"""Virtual workers: many workers' training in one process, to see its accuracy before renting."""
+"""Virtual workers: train as many workers would, in one process, to predict the accuracy."""
 
-from stretto.virtual.training import Outcome, Told, check_virtual, find_device, train_virtually
+from stretto.virtual.training import (
+    ProgressCallback,
+    VirtualTrainingResult,
+    check_virtual,
+    find_device,
+    train_virtually,
+)
 
-__all__ = ["Outcome", "Told", "check_virtual", "find_device", "train_virtually"]
+__all__ = [
+    "ProgressCallback",
+    "VirtualTrainingResult",
+    "check_virtual",
+    "find_device",
+    "train_virtually",
+]

@@ -1,15 +1,15 @@
-"""The training loop of virtual workers: what real ones would do, worker after worker.
+"""The training loop of virtual workers: many workers' training in one process.
 
-::
+A step does the following::
 
-    samples       each worker's share of the global batch, the one a rank would have
-    gradients     forward and backward of every worker, on its own module      (`learners`)
-    update        one step of the optimizer, for all models at once            (`in_step`)
-    meeting       models meet, as ranks would by messages                      (`meetings`)
-    evaluate      when due: the mean of all models, and each on its share of the test data
+    samples       each worker's share of the global batch, the same as a rank's
+    gradients     forward and backward of every worker on its own module     (`local_steps`)
+    update        one optimizer step for all replicas at once                (`stepping`)
+    averaging     replicas are averaged as ranks would by messages           (`averaging`)
+    evaluation    when due: the mean model, and each worker on its share of the test data
 
-Where ranks would not wait for each other's steps, updates and averages of two come about one by
-one, in an order that is drawn (`in_any_order`). Only one worker's activations live at a time.
+With AD-PSGD, ranks do not wait for each other. There, updates and pairwise averages run one by one
+in a random order (`stepping.ArrivalOrder`). On a CPU only one worker's activations live at a time.
 """
 
 import copy
@@ -23,200 +23,219 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.data.loader import LoadedShare, Prefetch
+from stretto.data.loader import LoadedSamples, Prefetcher
 from stretto.errors import ConfigError
 from stretto.optim import LARSConfig
-from stretto.run import Prepared, RunConfig
-from stretto.strategy import ADPSGDConfig
+from stretto.run import PreparedRun, RunConfig
+from stretto.strategies import ADPSGDConfig
 from stretto.telemetry.events import EvalDone
-from stretto.train.evaluate import tested
-from stretto.train.statistics import Look, learn_statistics
-from stretto.train.step import forward_in
-from stretto.virtual.in_any_order import InAnyOrder
-from stretto.virtual.in_step import InStep
-from stretto.virtual.learners import Learners
-from stretto.virtual.meetings import check_lost, count_parties
-from stretto.virtual.stack import put_means_
+from stretto.train.evaluate import StatisticsSampling, compute_batch_statistics, sum_metrics
+from stretto.train.step import forward_in_precision
+from stretto.virtual.averaging import check_lost_share, count_replicas
+from stretto.virtual.local_steps import LocalSteps
+from stretto.virtual.stacked_models import copy_means_
+from stretto.virtual.stepping import ArrivalOrder, LockStep
 
-Told = Callable[[int, int, float], None]
-"""Hears of progress: steps done, steps of all, the loss of the last one."""
-LOOKS = 50
-"""How often in a run, about, it is seen how far models are apart."""
+ProgressCallback = Callable[[int, int, float], None]
+"""Called after each step with steps done, steps in all and the loss of the step."""
+NUM_DISTANCE_SAMPLES = 50
+"""About how often a run measures the consensus distance."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run of virtual workers came to."""
+class VirtualTrainingResult:
+    """The result of a run of virtual workers."""
 
     evaluations: tuple[EvalDone, ...]
     losses: tuple[float, ...]
-    """The mean loss of each step."""
-    apart: tuple[tuple[int, float], ...]
-    """After which step, how far models were from their mean, where each worker has its own."""
+    """The mean loss of each step, over all workers."""
+    consensus_distances: tuple[tuple[int, float], ...]
+    """(steps done, consensus distance) pairs; empty where all workers share one replica."""
     seconds: float
+    """Wall-clock time, evaluations included."""
     samples_per_s: float
-    diverged: str = ""
-    """Why it ended before its end; empty where it did not."""
+    stop_reason: str = ""
+    """Why the run ended early; empty if it did not."""
 
 
 def train_virtually(
     config: RunConfig,
-    prepared: Prepared,
+    prepared: PreparedRun,
     workers: int,
-    tell: Told = lambda *_: None,
+    report_progress: ProgressCallback = lambda *_: None,
     *,
     lost: float = 0.0,
     device: str = "cpu",
-) -> Outcome:
-    """Train as ``workers`` ranks would, and return how that went.
+) -> VirtualTrainingResult:
+    """Train as ``workers`` ranks would, and return losses and evaluations.
 
-    A loss that is not finite ends the run; that is an outcome, not an error. Of gossip's messages
-    a share of ``lost`` never arrives. On "cuda" what all workers do in a step is recorded once.
+    A loss that is not finite ends the run without an error, see `stop_reason`.
+
+    Args:
+        config: Settings of the run.
+        prepared: Its data and initial model.
+        workers: Number of virtual workers.
+        report_progress: Called after each step.
+        lost: Share of gossip messages that never arrive, 0 to below 1.
+        device: "cpu" or "cuda". On "cuda" a CUDA graph holds the step of all workers.
 
     Raises:
-        ConfigError: Workers cannot train like this, at this number of them, or not here.
+        ConfigError: Virtual workers do not support these settings, this number of workers, or
+            this device.
     """
-    run = _Run(config, prepared, workers, lost, find_device(device))
+    run = _VirtualRun(config, prepared, workers, lost, find_device(device))
     began_s = time.monotonic()
     losses: list[float] = []
     evaluations: list[EvalDone] = []
-    apart: list[tuple[int, float]] = []
-    diverged = ""
-    with Prefetch(prepared.source, run.learners.shares()) as batches:
-        for step, loss in enumerate(run.pace.steps(batches)):
+    consensus_distances: list[tuple[int, float]] = []
+    stop_reason = ""
+    with Prefetcher(prepared.source, run.local_steps.samples_by_step()) as batches:
+        for step, loss in enumerate(run.step_order.steps(batches)):
             losses.append(loss)
             if not math.isfinite(loss):
-                diverged = f"the loss of step {step + 1} is not finite"
+                stop_reason = f"the loss of step {step + 1} is not finite"
                 break
-            tell(step + 1, run.learners.total_steps, loss)
-            if run.is_looked_at(step):
-                apart.append((step + 1, run.apart()))
-            if run.is_due(step):
+            report_progress(step + 1, run.local_steps.total_steps, loss)
+            if run.is_distance_due(step):
+                consensus_distances.append((step + 1, run.consensus_distance()))
+            if run.is_evaluation_due(step):
                 evaluations.append(run.evaluate(step + 1))
     seconds = time.monotonic() - began_s
     rate = len(losses) * config.train.batch / seconds
-    return Outcome(tuple(evaluations), tuple(losses), tuple(apart), seconds, rate, diverged)
+    return VirtualTrainingResult(
+        tuple(evaluations), tuple(losses), tuple(consensus_distances), seconds, rate, stop_reason
+    )
 
 
-class Pace(Protocol):
-    """How workers come to their steps."""
+class StepOrder(Protocol):
+    """The order in which workers take their steps: `LockStep` or `ArrivalOrder`."""
 
-    own_models: bool
-    """Whether parties have models of their own, be it only one."""
+    replicas_differ: bool
+    """Whether the strategy keeps replicas that may differ; true even where there is only one."""
 
-    def steps(self, batches: Iterable[LoadedShare]) -> Iterator[float]:
-        """Take step after step, and yield the mean loss of each; where it is due, all have met."""
+    def steps(self, batches: Iterable[LoadedSamples]) -> Iterator[float]:
+        """Train on ``batches`` and yield the mean loss of each step.
+
+        Whenever a synchronizing step is yielded, all workers have taken it.
+        """
         ...
 
     def means(self) -> dict[str, Tensor]:
-        """Return the mean of all parties, what is under way included, by name."""
+        """Return the mean of all replicas, in-flight rounds included, by parameter name."""
         ...
 
 
-class _Run:
-    """A run's workers, and how they are looked at."""
+class _VirtualRun:
+    """The workers of one run, with the measurements of their replicas."""
 
     def __init__(
         self,
         config: RunConfig,
-        prepared: Prepared,
+        prepared: PreparedRun,
         workers: int,
         lost: float,
         device: torch.device,
     ) -> None:
-        parties = check_virtual(config, workers, lost)
-        self.learners = Learners(config, prepared, workers, parties, device)
-        self._train, self._stack = config.train, self.learners.stack
-        self._mean = copy.deepcopy(self.learners.model)
+        num_replicas = check_virtual(config, workers, lost)
+        self.local_steps = LocalSteps(config, prepared, workers, num_replicas, device)
+        self._train, self._stack = config.train, self.local_steps.stack
+        self._mean = copy.deepcopy(self.local_steps.model)
         strategy = config.strategy
-        self.pace: Pace = (
-            InAnyOrder(self.learners, strategy.seed, self.all_meet)
+        self.step_order: StepOrder = (
+            ArrivalOrder(self.local_steps, strategy.seed, self.is_sync_step)
             if isinstance(strategy, ADPSGDConfig)
-            else InStep(self.learners, lost)
+            else LockStep(self.local_steps, lost)
         )
 
-    def is_looked_at(self, step: int) -> bool:
-        """Say whether it is seen after ``step`` how far models are apart."""
-        done, total = step + 1, self.learners.total_steps
-        return self.pace.own_models and (done % -(-total // LOOKS) == 0 or done == total)
+    def is_distance_due(self, step: int) -> bool:
+        """Return whether the consensus distance is measured after ``step``."""
+        done, total = step + 1, self.local_steps.total_steps
+        return self.step_order.replicas_differ and (
+            done % -(-total // NUM_DISTANCE_SAMPLES) == 0 or done == total
+        )
 
-    def apart(self) -> float:
-        """Return how far models are from their mean, as a share of its norm."""
-        return self._stack.apart(self.pace.means())
+    def consensus_distance(self) -> float:
+        """Return the RMS distance of the replicas from their mean, relative to its norm."""
+        return self._stack.consensus_distance(self.step_order.means())
 
-    def is_due(self, step: int) -> bool:
-        """Say whether models are evaluated after ``step``."""
+    def is_evaluation_due(self, step: int) -> bool:
+        """Return whether the models are evaluated after ``step``."""
         done = step + 1
-        every = self._train.eval_every or self.learners.epoch_steps
-        return done % every == 0 or done == self.learners.total_steps
+        every = self._train.eval_every or self.local_steps.epoch_steps
+        return done % every == 0 or done == self.local_steps.total_steps
 
-    def all_meet(self, step: int) -> bool:
-        """Say whether ranks wait for each other after ``step``: to evaluate, to end an epoch."""
-        return self.is_due(step) or (step + 1) % self.learners.epoch_steps == 0
+    def is_sync_step(self, step: int) -> bool:
+        """Return whether ranks wait for each other after ``step``: to evaluate or end an epoch."""
+        return self.is_evaluation_due(step) or (step + 1) % self.local_steps.epoch_steps == 0
 
     @torch.no_grad()
     def evaluate(self, done: int) -> EvalDone:
-        """Measure the mean of all models; each worker's own on its share, where they differ."""
-        learners, precision = self.learners, self._train.precision
-        test = learners.prepared.test_source
-        everything = np.arange(test.num_samples)
-        own = torch.zeros(3, dtype=torch.float64)
-        has_own = self.pace.own_models
-        if has_own:
+        """Evaluate the mean model after ``done`` steps.
+
+        Where replicas differ, each worker also evaluates its own on its share of the test data.
+        """
+        local_steps, precision = self.local_steps, self._train.precision
+        test = local_steps.prepared.test_source
+        all_indices = np.arange(test.num_samples)
+        local_sums = torch.zeros(3, dtype=torch.float64)
+        replicas_differ = self.step_order.replicas_differ
+        if replicas_differ:
             for worker, module in enumerate(self._stack.modules):
-                own += tested(module, test, everything[worker :: learners.workers], precision)
-        means = self.pace.means()
-        put_means_(self._mean, means, self._stack)
+                local_sums += sum_metrics(
+                    module, test, all_indices[worker :: local_steps.workers], precision
+                )
+        means = self.step_order.means()
+        copy_means_(self._mean, means, self._stack)
         if self._train.statistics == "reestimate":
             self._reestimate(done)
-        sums = tested(self._mean, test, everything, precision)
+        sums = sum_metrics(self._mean, test, all_indices, precision)
         loss, accuracy = (sums[:2] / sums[2:].clamp(min=1)).tolist()
-        own_loss, own_accuracy = (own[:2] / own[2:].clamp(min=1)).tolist()
+        local_loss, local_accuracy = (local_sums[:2] / local_sums[2:].clamp(min=1)).tolist()
         return EvalDone(
             step=done,
-            epoch=(done - 1) // learners.epoch_steps,
+            epoch=(done - 1) // local_steps.epoch_steps,
             loss=loss,
             accuracy=accuracy,
-            own_loss=own_loss if has_own else None,
-            own_accuracy=own_accuracy if has_own else None,
-            apart=self._stack.apart(means) if has_own else None,
+            local_loss=local_loss if replicas_differ else None,
+            local_accuracy=local_accuracy if replicas_differ else None,
+            consensus_distance=self._stack.consensus_distance(means) if replicas_differ else None,
         )
 
     def _reestimate(self, done: int) -> None:
-        learners = self.learners
-        seed, workers = learners.config.run.seed, learners.workers
-        learn_statistics(
+        local_steps = self.local_steps
+        seed, workers = local_steps.config.run.seed, local_steps.workers
+        compute_batch_statistics(
             self._mean,
-            Look(self._train, learners.prepared.source, seed, done, workers),
+            StatisticsSampling(self._train, local_steps.prepared.source, seed, done, workers),
             range(workers),
-            lambda inputs: forward_in(
-                self._train.precision, self._mean, inputs.to(learners.device)
+            lambda inputs: forward_in_precision(
+                self._train.precision, self._mean, inputs.to(local_steps.device)
             ),
         )
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name, on which all workers are.
+    """Return the device ``name``, "cpu" or "cuda", for all workers.
 
     Raises:
-        ConfigError: It is not known, or not here.
+        ConfigError: The name is neither, or PyTorch finds no GPU.
     """
     if name not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: expected cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave it out")
+        raise ConfigError("--device cuda: PyTorch finds no GPU here; leave the option out")
     return torch.device(name)
 
 
 def check_virtual(config: RunConfig, workers: int, lost: float = 0.0) -> int:
-    """Return how many models ``workers`` would have between them.
+    """Return the number of replicas that ``workers`` virtual workers keep in this run.
 
     Raises:
-        ConfigError: They cannot train like this, at this number of them.
+        ConfigError: Virtual workers do not support these settings, or not this number of workers.
     """
     train = config.train
     if workers < 1:
-        raise ConfigError(f"{workers} virtual workers: there is at least 1")
+        raise ConfigError(f"{workers} virtual workers: expected at least 1")
     if train.batch < workers:
         raise ConfigError(
             f"train.batch = {train.batch}: {workers} workers cannot have a sample each; take at "
@@ -224,13 +243,13 @@ def check_virtual(config: RunConfig, workers: int, lost: float = 0.0) -> int:
         )
     if train.precision == "fp16":
         raise ConfigError(
-            'train.precision = "fp16": virtual workers have no scale of the loss; take "bf16"'
+            'train.precision = "fp16": virtual workers have no loss scaling; take "bf16"'
         )
-    check_lost(config.strategy, lost)
-    parties = count_parties(config.strategy, workers)
-    if parties > 1 and isinstance(config.optim, LARSConfig) and config.optim.norm_group > 1:
+    check_lost_share(config.strategy, lost)
+    num_replicas = count_replicas(config.strategy, workers)
+    if num_replicas > 1 and isinstance(config.optim, LARSConfig) and config.optim.norm_group > 1:
         raise ConfigError(
-            f"optim.norm_group = {config.optim.norm_group}: each virtual worker takes norms of its "
-            "own; only ranks, in stretto train, can share them: leave norm_group out"
+            f"optim.norm_group = {config.optim.norm_group}: each virtual worker computes its "
+            "own norms; only ranks, in stretto train, can share them: leave norm_group out"
         )
-    return parties
+    return num_replicas

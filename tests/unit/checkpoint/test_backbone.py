@@ -1,4 +1,4 @@
-"""Weights in one file: equal when read back, whole or not there, and damage is named."""
+"""Backbone files: read back exactly, written atomically, and damage is reported."""
 
 import os
 
@@ -19,7 +19,7 @@ TENSORS = {
 BACKBONE = Backbone(TENSORS, {"kind": "cnn", "options": {"n": [1, None]}}, ("head", "head2"), 7)
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_a_backbone_is_read_back_exactly(tmp_path):
     path = tmp_path / "body.safetensors"
     assert save_backbone(path, BACKBONE) == path.stat().st_size
     found = load_backbone(path)
@@ -36,7 +36,7 @@ def test_equal_backbones_make_equal_files(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_anybodys_file_is_tensors_by_name(tmp_path):
+def test_a_file_of_another_program_is_read_as_tensors_by_name(tmp_path):
     path = tmp_path / "other.safetensors"
     save_file({"w": torch.ones(2)}, path, {"format": "pt"})
     found = load_backbone(path)
@@ -44,14 +44,14 @@ def test_anybodys_file_is_tensors_by_name(tmp_path):
     assert (found.model, found.head, found.step) == ({}, (), 0)
 
 
-def test_a_link_to_a_file_will_do(tmp_path):
+def test_a_link_to_a_file_is_followed(tmp_path):
     save_backbone(tmp_path / "body.safetensors", BACKBONE)
     (tmp_path / "link.safetensors").symlink_to("body.safetensors")
     assert load_backbone(tmp_path / "link.safetensors").step == 7
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 40, -1])
-def test_a_torn_file_is_named(kept, tmp_path):
+def test_the_error_for_a_truncated_file_names_it(kept, tmp_path):
     path = tmp_path / "body.safetensors"
     save_backbone(path, BACKBONE)
     path.write_bytes(path.read_bytes()[:kept])
@@ -59,7 +59,7 @@ def test_a_torn_file_is_named(kept, tmp_path):
         load_backbone(path)
 
 
-def test_a_flipped_bit_is_found(tmp_path):
+def test_a_flipped_bit_is_detected(tmp_path):
     path = tmp_path / "body.safetensors"
     save_backbone(path, BACKBONE)
     data = bytearray(path.read_bytes())
@@ -69,7 +69,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         load_backbone(path)
 
 
-def test_a_remark_that_changed_is_found(tmp_path):
+def test_changed_metadata_is_detected(tmp_path):
     path = tmp_path / "body.safetensors"
     save_backbone(path, BACKBONE)
     path.write_bytes(path.read_bytes().replace(rb"\"head\":[", rb"\"haed\":["))
@@ -77,12 +77,12 @@ def test_a_remark_that_changed_is_found(tmp_path):
         load_backbone(path)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_the_error_for_a_missing_file_names_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"none\.safetensors is not a file"):
         load_backbone(tmp_path / "none.safetensors")
 
 
-def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path, monkeypatch):
     path = tmp_path / "body.safetensors"
     path.write_bytes(b"before")
 
@@ -96,6 +96,6 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_beside_it(tmp_path
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path):
+def test_a_missing_folder_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="could not be written: No such file"):
         save_backbone(tmp_path / "none" / "body.safetensors", BACKBONE)

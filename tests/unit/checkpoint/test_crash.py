@@ -1,4 +1,4 @@
-"""Killed at any instant of a save, a run still has a complete checkpoint to go on from."""
+"""A save that is killed at any moment leaves a complete checkpoint to resume from."""
 
 import multiprocessing
 import random
@@ -7,14 +7,9 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from stretto.checkpoint import load_newest, save, verify
-from stretto.checkpoint.layout import step_folders
-from tests.unit.checkpoint.saver import (
-    assert_same,
-    redo_and_go_on,
-    save_over_and_over,
-    state_at,
-)
+from stretto.checkpoint import load_newest, save_checkpoint, verify_checkpoint
+from stretto.checkpoint.folders import step_folders
+from tests.unit.checkpoint.saver import assert_same, redo_and_go_on, save_over_and_over, state_at
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +25,7 @@ def test_a_kill_before_any_folder_event_leaves_only_complete_checkpoints(process
     for strike in range(200):
         folder = tmp_path / str(strike) / "checkpoints"
         for step in (1, 2):
-            save(folder, state_at(step), generation=0)
+            save_checkpoint(folder, state_at(step), generation=0)
         child = processes.Process(target=redo_and_go_on, args=(folder, strike))
         child.start()
         child.join()
@@ -40,7 +35,7 @@ def test_a_kill_before_any_folder_event_leaves_only_complete_checkpoints(process
         assert_same(found, state_at(found.step if found else -1))
         steps_found.append(found.step)
         for path in step_folders(folder):
-            verify(path)
+            verify_checkpoint(path)
         if child.exitcode == 0:
             break
         shutil.rmtree(tmp_path / str(strike))
@@ -50,7 +45,7 @@ def test_a_kill_before_any_folder_event_leaves_only_complete_checkpoints(process
 
 
 @pytest.mark.multi
-def test_a_kill_at_a_random_instant_leaves_a_complete_checkpoint_and_no_lasting_litter(
+def test_a_kill_at_a_random_moment_leaves_a_complete_checkpoint_and_no_lasting_leftovers(
     processes, tmp_path
 ):
     folder, seed, step = tmp_path / "checkpoints", 20, 1
@@ -72,5 +67,5 @@ def test_a_kill_at_a_random_instant_leaves_a_complete_checkpoint_and_no_lasting_
         assert found.step in (committed[-1], committed[-1] + 1), f"seed {seed}"
         assert_same(found, state_at(found.step, num_elements=200_000))
         step = found.step
-    save(folder, state_at(10_000), generation=0)
+    save_checkpoint(folder, state_at(10_000), generation=0)
     assert all("." not in path.name for path in folder.iterdir())

@@ -4,12 +4,12 @@ import pytest
 
 from stretto.checkpoint import (
     current_generation,
-    generation,
     load_newest,
     next_generation,
-    save,
-    writing,
+    save_checkpoint,
+    tensor_files,
 )
+from stretto.checkpoint import folders as generation
 from stretto.errors import CheckpointError
 from tests.unit.checkpoint.saver import state_at
 
@@ -24,7 +24,7 @@ def test_each_start_gets_a_larger_generation(tmp_path):
     assert current_generation(run_dir) == 3
 
 
-def test_generations_are_compared_as_numbers_not_as_words(tmp_path):
+def test_generations_are_compared_as_numbers_not_as_strings(tmp_path):
     (tmp_path / "generations").mkdir()
     (tmp_path / "generations" / "999999").touch()
     (tmp_path / "generations" / "notes.txt").touch()
@@ -38,37 +38,37 @@ def test_simultaneous_starts_never_share_a_generation(tmp_path):
     assert sorted(taken) == list(range(1, 41))
 
 
-def test_a_generation_taken_after_the_look_is_passed_over(tmp_path, monkeypatch):
+def test_a_generation_created_by_another_start_meanwhile_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "current_generation", lambda _: 0)
     assert [next_generation(tmp_path) for _ in range(3)] == [1, 2, 3]
 
 
-def test_a_run_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
+def test_a_run_folder_that_cannot_be_created_is_a_checkpoint_error(tmp_path):
     (tmp_path / "run").write_text("not a folder")
-    with pytest.raises(CheckpointError, match="no generation can be taken"):
+    with pytest.raises(CheckpointError, match="cannot create a generation"):
         next_generation(tmp_path / "run")
 
 
 def test_a_stale_generation_writes_nothing(tmp_path):
     old, new = next_generation(tmp_path), next_generation(tmp_path)
     folder = tmp_path / "checkpoints"
-    save(folder, state_at(1), generation=new)
+    save_checkpoint(folder, state_at(1), generation=new)
     with pytest.raises(CheckpointError, match=r"generation 1 may not write.*generation 2"):
-        save(folder, state_at(2), generation=old)
+        save_checkpoint(folder, state_at(2), generation=old)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
-def test_a_generation_taken_during_a_save_stops_its_commit(tmp_path, monkeypatch):
+def test_a_new_generation_during_a_save_prevents_its_commit(tmp_path, monkeypatch):
     ours, folder = next_generation(tmp_path), tmp_path / "checkpoints"
-    save(folder, state_at(1), generation=ours)
-    write = writing._write
+    save_checkpoint(folder, state_at(1), generation=ours)
+    pack = tensor_files.pack_tensors
 
-    def write_while_another_starts(aside, state, ours):
+    def pack_while_another_starts(tensors):
         next_generation(tmp_path)
-        return write(aside, state, ours)
+        return pack(tensors)
 
-    monkeypatch.setattr(writing, "_write", write_while_another_starts)
-    with pytest.raises(CheckpointError, match="has taken over the run"):
-        save(folder, state_at(2), generation=ours)
+    monkeypatch.setattr(tensor_files, "pack_tensors", pack_while_another_starts)
+    with pytest.raises(CheckpointError, match="the run was restarted as generation"):
+        save_checkpoint(folder, state_at(2), generation=ours)
     assert load_newest(folder, log=pytest.fail).step == 1
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]

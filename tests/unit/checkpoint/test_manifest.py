@@ -1,4 +1,4 @@
-"""A manifest may hold anything at all: the answer is a manifest or a `CheckpointError`."""
+"""Decoding any bytes gives a manifest or a `CheckpointError`."""
 
 import copy
 import json
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto.checkpoint import load_one, save
+from stretto.checkpoint import load_checkpoint, save_checkpoint
 from stretto.checkpoint.manifest import (
     SCHEMA_VERSION,
-    DamagedError,
+    DamagedCheckpointError,
     FileEntry,
     Manifest,
     TensorEntry,
-    decode,
-    encode,
-    seal_of,
+    decode_manifest,
+    encode_manifest,
+    manifest_digest_line,
 )
 from stretto.errors import CheckpointError
 from tests.unit.checkpoint.saver import bits, state_at
@@ -43,11 +43,11 @@ JSON = st.recursive(
 )
 
 
-def places(value, path=()):
+def paths_in(value, path=()):
     """Return the path of every value inside a JSON tree, the tree itself included."""
     inner = enumerate(value) if isinstance(value, list) else ()
     inner = value.items() if isinstance(value, dict) else inner
-    return [path, *(place for key, child in inner for place in places(child, (*path, key)))]
+    return [path, *(each for key, child in inner for each in paths_in(child, (*path, key)))]
 
 
 def changed(tree, path, value):
@@ -62,12 +62,12 @@ def changed(tree, path, value):
     return tree
 
 
-def test_a_manifest_survives_its_json():
-    assert decode(encode(MANIFEST), where="here") == MANIFEST
+def test_a_manifest_survives_encoding_and_decoding():
+    assert decode_manifest(encode_manifest(MANIFEST), where="here") == MANIFEST
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "complaint"),
+    ("path", "value", "complaint"),
     [
         (("schema_version",), 0, "schema version 0"),
         (("schema_version",), True, "'schema_version'"),
@@ -93,41 +93,43 @@ def test_a_manifest_survives_its_json():
         (("tensors", "model/w", "shape"), [1] * 65, "shape"),
     ],
 )
-def test_what_cannot_be_true_is_damage_and_its_place_is_named(place, value, complaint):
-    edited = changed(json.loads(encode(MANIFEST)), place, value)
-    with pytest.raises(DamagedError, match=complaint):
-        decode(json.dumps(edited).encode(), where="here")
+def test_an_impossible_value_is_damage_and_its_location_is_named(path, value, complaint):
+    edited = changed(json.loads(encode_manifest(MANIFEST)), path, value)
+    with pytest.raises(DamagedCheckpointError, match=complaint):
+        decode_manifest(json.dumps(edited).encode(), where="here")
 
 
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 @settings(max_examples=300, deadline=None)
 def test_arbitrary_bytes_are_damage(data):
-    with pytest.raises(DamagedError, match="here"):
-        decode(data, where="here")
+    with pytest.raises(DamagedCheckpointError, match="here"):
+        decode_manifest(data, where="here")
 
 
 @pytest.fixture(scope="module")
-def sealed(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("run") / "checkpoints", state_at(1), generation=0).path
+def saved_checkpoint(tmp_path_factory):
+    return save_checkpoint(
+        tmp_path_factory.mktemp("run") / "checkpoints", state_at(1), generation=0
+    ).path
 
 
 @given(data=st.data(), value=JSON)
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_an_edit_with_a_right_seal_is_a_checkpoint_error_or_leaves_the_tensors_alone(
-    sealed, tmp_path, data, value
+def test_an_edit_with_a_valid_digest_is_a_checkpoint_error_or_keeps_the_tensors(
+    saved_checkpoint, tmp_path, data, value
 ):
-    path = tmp_path / "edited"
-    if not path.exists():
-        shutil.copytree(sealed, path)
-    tree = json.loads((sealed / "manifest.json").read_bytes())
-    place = data.draw(st.sampled_from(places(tree)))
-    edited = json.dumps(changed(tree, place, value)).encode()
-    (path / "manifest.json").write_bytes(edited)
-    (path / "manifest.sha256").write_bytes(seal_of(edited))
+    folder = tmp_path / "edited"
+    if not folder.exists():
+        shutil.copytree(saved_checkpoint, folder)
+    tree = json.loads((saved_checkpoint / "manifest.json").read_bytes())
+    path = data.draw(st.sampled_from(paths_in(tree)))
+    edited = json.dumps(changed(tree, path, value)).encode()
+    (folder / "manifest.json").write_bytes(edited)
+    (folder / "manifest.sha256").write_bytes(manifest_digest_line(edited))
     try:
-        state = load_one(path)
+        state = load_checkpoint(folder)
     except CheckpointError:
         return
     expected = state_at(1).tensors

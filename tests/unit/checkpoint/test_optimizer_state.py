@@ -5,7 +5,13 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
-from stretto.checkpoint import State, flatten_optimizer, load_one, restore_optimizer_, save
+from stretto.checkpoint import (
+    CheckpointState,
+    flatten_optimizer,
+    load_checkpoint,
+    restore_optimizer_,
+    save_checkpoint,
+)
 from stretto.errors import CheckpointError
 from tests.unit.checkpoint.saver import bits
 
@@ -45,69 +51,73 @@ def two_groups(model):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_going_on_from_a_checkpoint_equals_never_having_stopped(tmp_path, kind):
+def test_resuming_from_a_checkpoint_equals_never_having_stopped(tmp_path, kind):
     model = small_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     train(model, optimizer, 3)
     tensors, facts = flatten_optimizer(optimizer, named(model))
     weights = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     prefixed = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
-    path = save(tmp_path / "c", State(3, weights | prefixed, {"optimizer": facts}), generation=0)
+    path = save_checkpoint(
+        tmp_path / "c", CheckpointState(3, weights | prefixed, {"optimizer": facts}), generation=0
+    )
     train(model, optimizer, 3)
 
     again = small_model()
-    state = load_one(path.path)
-    again.load_state_dict(state.under("model"))
-    fresh = OPTIMIZERS[kind](again.parameters())
-    restore_optimizer_(fresh, named(again), state.under("optimizer"), state.facts["optimizer"])
-    train(again, fresh, 3)
+    state = load_checkpoint(path.path)
+    again.load_state_dict(state.tensors_under("model"))
+    new = OPTIMIZERS[kind](again.parameters())
+    restore_optimizer_(
+        new, named(again), state.tensors_under("optimizer"), state.facts["optimizer"]
+    )
+    train(again, new, 3)
     assert [bits(p) for p in again.parameters()] == [bits(p) for p in model.parameters()]
 
 
-def test_state_keeps_its_own_type_where_the_parameter_has_another():
+def test_state_keeps_its_type_if_the_parameter_has_another():
     model = small_model(torch.bfloat16)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     weight = model[0].weight
     optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, 1 / 3, dtype=torch.float32)
     tensors, facts = flatten_optimizer(optimizer, named(model))
-    fresh = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    restore_optimizer_(fresh, named(model), tensors, facts)
-    restored = fresh.state[weight]["momentum_buffer"]
+    new = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    restore_optimizer_(new, named(model), tensors, facts)
+    restored = new.state[weight]["momentum_buffer"]
     assert bits(restored) == bits(optimizer.state[weight]["momentum_buffer"])
 
 
-def test_none_and_numbers_in_the_state_come_back_as_they_were():
+def test_none_and_numbers_in_the_state_are_restored():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     own = {"momentum_buffer": None, "count": 3, "scale": 0.1 + 0.2, "seen": True, "empty": []}
     optimizer.state[model[0].weight] = own
     optimizer.state[model[0].bias] = {}
     tensors, facts = flatten_optimizer(optimizer, named(model))
-    fresh = SGD(model.parameters(), lr=0.5)
-    restore_optimizer_(fresh, named(model), tensors, json.loads(json.dumps(facts)))
-    assert dict(fresh.state) == {model[0].weight: own, model[0].bias: {}}
+    new = SGD(model.parameters(), lr=0.5)
+    restore_optimizer_(new, named(model), tensors, json.loads(json.dumps(facts)))
+    assert dict(new.state) == {model[0].weight: own, model[0].bias: {}}
 
 
-def test_groups_get_their_options_back_with_tuples_as_tuples():
+def test_options_of_groups_are_restored_with_tuples_as_tuples():
     model = small_model()
     optimizer = Adam(two_groups(model), betas=(0.1, 0.2), eps=1 / 3)
     optimizer.param_groups[1]["initial_lr"] = 0.7
     tensors, facts = flatten_optimizer(optimizer, named(model))
-    fresh = Adam(two_groups(model))
-    restore_optimizer_(fresh, named(model), tensors, json.loads(json.dumps(facts)))
-    assert [{**group, "params": None} for group in fresh.param_groups] == [
+    new = Adam(two_groups(model))
+    restore_optimizer_(new, named(model), tensors, json.loads(json.dumps(facts)))
+    assert [{**group, "params": None} for group in new.param_groups] == [
         {**group, "params": None} for group in optimizer.param_groups
     ]
 
 
-def test_an_option_the_checkpoint_does_not_know_keeps_its_value():
+def test_an_option_missing_in_the_checkpoint_keeps_its_value():
     model = small_model()
     tensors, facts = flatten_optimizer(SGD(model.parameters(), lr=0.1), named(model))
     del facts["groups"][0]["values"]["nesterov"]
-    fresh = SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
-    restore_optimizer_(fresh, named(model), tensors, facts)
-    assert fresh.param_groups[0]["nesterov"] is True
-    assert fresh.param_groups[0]["lr"] == 0.1
+    new = SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True)
+    restore_optimizer_(new, named(model), tensors, facts)
+    assert new.param_groups[0]["nesterov"] is True
+    assert new.param_groups[0]["lr"] == 0.1
 
 
 def test_the_restored_optimizer_shares_no_memory_with_the_checkpoint():
@@ -117,9 +127,9 @@ def test_the_restored_optimizer_shares_no_memory_with_the_checkpoint():
     tensors, facts = flatten_optimizer(optimizer, named(model))
     kept = {name: bits(tensor) for name, tensor in tensors.items()}
     again = small_model()
-    fresh = Adam(again.parameters())
-    restore_optimizer_(fresh, named(again), tensors, facts)
-    train(again, fresh, 2)
+    new = Adam(again.parameters())
+    restore_optimizer_(new, named(again), tensors, facts)
+    train(again, new, 2)
     assert {name: bits(tensor) for name, tensor in tensors.items()} == kept
 
 
@@ -128,12 +138,10 @@ def test_the_order_of_parameters_in_a_group_does_not_matter():
     optimizer = Adam(model.parameters())
     train(model, optimizer, 2)
     tensors, facts = flatten_optimizer(optimizer, named(model))
-    fresh = Adam(reversed(list(model.parameters())))
-    restore_optimizer_(fresh, named(model), tensors, facts)
+    new = Adam(reversed(list(model.parameters())))
+    restore_optimizer_(new, named(model), tensors, facts)
     for parameter in model.parameters():
-        assert bits(fresh.state[parameter]["exp_avg"]) == bits(
-            optimizer.state[parameter]["exp_avg"]
-        )
+        assert bits(new.state[parameter]["exp_avg"]) == bits(optimizer.state[parameter]["exp_avg"])
 
 
 def trained_adam():
@@ -188,14 +196,14 @@ def drop_groups(tensors, facts):
         (drop_groups, "'groups'"),
     ],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(harm, complaint):
+def test_a_mismatch_is_named_and_changes_nothing(harm, complaint):
     model, tensors, facts = trained_adam()
     harm(tensors, facts)
-    fresh = Adam(model.parameters(), lr=0.25)
+    new = Adam(model.parameters(), lr=0.25)
     with pytest.raises(CheckpointError, match=complaint):
-        restore_optimizer_(fresh, named(model), tensors, facts)
-    assert len(fresh.state) == 0
-    assert fresh.param_groups[0]["lr"] == 0.25
+        restore_optimizer_(new, named(model), tensors, facts)
+    assert len(new.state) == 0
+    assert new.param_groups[0]["lr"] == 0.25
 
 
 def test_a_parameter_without_a_name_is_refused():
@@ -205,7 +213,7 @@ def test_a_parameter_without_a_name_is_refused():
         flatten_optimizer(optimizer, named(model))
 
 
-def test_state_of_something_else_than_a_parameter_is_refused():
+def test_state_of_a_non_parameter_is_refused():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state["global"] = {"count": 1}
@@ -213,7 +221,7 @@ def test_state_of_something_else_than_a_parameter_is_refused():
         flatten_optimizer(optimizer, named(model))
 
 
-def test_state_that_is_no_tensor_and_no_plain_value_is_refused_by_name():
+def test_state_that_is_neither_tensor_nor_json_is_refused_by_name():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].bias] = {"history": [torch.zeros(1)]}

@@ -5,25 +5,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.checkpoint.manifest import DamagedError, TensorEntry
-from stretto.checkpoint.shards import describe_tensor, pack, split, unpack
+from stretto.checkpoint.manifest import DamagedCheckpointError, TensorEntry
+from stretto.checkpoint.tensor_files import (
+    describe_tensor,
+    pack_tensors,
+    split_into_files,
+    unpack_tensors,
+)
 from tests.unit.checkpoint.saver import bits
 
 FILE = "tensors-00000.safetensors"
 
 
-def through(tensors):
+def round_trip(tensors):
     expected = {name: describe_tensor(tensor, FILE) for name, tensor in tensors.items()}
-    return unpack(pack(tensors), expected, where="here")
+    return unpack_tensors(pack_tensors(tensors), expected, where="here")
 
 
 @given(
     sizes=st.lists(st.integers(0, 30), max_size=20),
     max_bytes=st.integers(1, 60),
 )
-def test_split_keeps_every_tensor_once_in_order_and_no_file_could_take_the_next(sizes, max_bytes):
+def test_split_keeps_all_tensors_in_order_and_fills_every_file(sizes, max_bytes):
     tensors = {f"t{i}": torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
-    files = list(split(tensors, max_bytes))
+    files = list(split_into_files(tensors, max_bytes))
     assert [name for _, held in files for name in held] == list(tensors)
     assert len({name for name, _ in files}) == len(files)
     num_bytes = [sum(tensor.nbytes for tensor in held.values()) for _, held in files]
@@ -34,10 +39,10 @@ def test_split_keeps_every_tensor_once_in_order_and_no_file_could_take_the_next(
     assert all(n + more > max_bytes for n, more in zip(num_bytes, following, strict=False))
 
 
-def test_tied_tensors_and_views_of_one_buffer_are_each_whole():
+def test_tied_tensors_and_views_of_one_buffer_are_each_stored_in_full():
     buffer = torch.arange(12.0)
     tensors = {"a": buffer, "tied": buffer, "head": buffer[:4], "tail": buffer[2:].view(2, 5)}
-    found = through(tensors)
+    found = round_trip(tensors)
     assert {name: bits(tensor) for name, tensor in found.items()} == {
         name: bits(tensor) for name, tensor in tensors.items()
     }
@@ -60,8 +65,8 @@ def test_tied_tensors_and_views_of_one_buffer_are_each_whole():
     ],
     ids=lambda tensor: f"{list(tensor.shape)} {tensor.dtype}",
 )
-def test_awkward_tensors_come_back_with_the_same_bits(tensor):
-    assert bits(through({"x": tensor})["x"]) == bits(tensor)
+def test_unusual_tensors_are_restored_with_the_same_bits(tensor):
+    assert bits(round_trip({"x": tensor})["x"]) == bits(tensor)
 
 
 def header(content):
@@ -90,20 +95,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE)
-def test_a_hostile_file_with_a_right_digest_is_damage(content):
-    with pytest.raises(DamagedError, match="here"):
-        unpack(HOSTILE[content], EXPECTED, where="here")
+def test_a_hostile_file_with_a_valid_digest_is_damage(content):
+    with pytest.raises(DamagedCheckpointError, match="here"):
+        unpack_tensors(HOSTILE[content], EXPECTED, where="here")
 
 
-def test_a_type_that_no_tensor_has_is_damage():
+def test_an_unknown_type_is_damage():
     data = header({"x": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}) + bytes(2)
     expected = {"x": TensorEntry(file=FILE, dtype="F4", shape=[4])}
-    with pytest.raises(DamagedError, match="known are"):
-        unpack(data, expected, where="here")
+    with pytest.raises(DamagedCheckpointError, match="known are"):
+        unpack_tensors(data, expected, where="here")
 
 
 @given(st.binary(max_size=120))
 @settings(max_examples=300)
 def test_arbitrary_bytes_are_damage(data):
-    with pytest.raises(DamagedError):
-        unpack(data, EXPECTED, where="here")
+    with pytest.raises(DamagedCheckpointError):
+        unpack_tensors(data, EXPECTED, where="here")

@@ -5,7 +5,7 @@ import fcntl
 import pytest
 
 from stretto.cli.main import main
-from stretto.launch.processes import Outcome
+from stretto.launch.processes import LaunchOutcome
 
 TEXT = "to be or not to be " * 400
 
@@ -25,8 +25,11 @@ BAD = {
     "key of another kind": ('[model]\nkind = "cnn"\nblocks = 2', "model.blocks"),
     "unknown algorithm": ('[strategy]\nalgorithm = "rign"', "ring"),
     "algorithm without a size": ('[strategy]\nalgorithm = "native, ring"', "from SIZE"),
-    "size without sense": ('[strategy]\nfusion = "2 parsecs"', "2MB"),
-    "cuts that do not add up": ("[strategy]\ncuts = [1, 2]", "strategy.cuts"),
+    "size without sense": ('[strategy]\nbucket_bytes = "2 parsecs"', "2MB"),
+    "lengths that do not add up": (
+        "[strategy]\nbucket_lengths = [1, 2]",
+        "strategy.bucket_lengths",
+    ),
     "impossible batch": ("[train]\nbatch = 5000\n[data]\nsamples = 100", "5000"),
     "missing text": (
         '[model]\nkind = "gpt"\n[data]\nkind = "text"\npath = "nowhere.txt"',
@@ -62,11 +65,11 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("case", BAD)
 @pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["alone", "launched"])
 def test_a_bad_run_file_gets_one_clear_message(case, workers, here, capsys):
-    text, words = BAD[case]
+    text, expected = BAD[case]
     (here / "run.toml").write_text(text)
     assert main(["train", "run.toml", *workers]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert expected in captured.err
     assert captured.err.startswith("stretto: ")
     assert "Traceback" not in captured.err
     assert len(captured.err.splitlines()) <= 4, "one message, not a page"
@@ -74,7 +77,7 @@ def test_a_bad_run_file_gets_one_clear_message(case, workers, here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["nowhere.toml"], "nowhere.toml"),
         (["."], "directory"),
@@ -84,11 +87,11 @@ def test_a_bad_run_file_gets_one_clear_message(case, workers, here, capsys):
         (["run.toml", "--workers", "5000"], "--workers 5000"),
     ],
 )
-def test_a_bad_command_gets_one_clear_message(arguments, words, here, capsys):
+def test_a_bad_command_gets_one_clear_message(arguments, expected, here, capsys):
     (here / "run.toml").write_text("")
     assert main(["train", *arguments]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert expected in captured.err
     assert "Traceback" not in captured.err
 
 
@@ -103,7 +106,7 @@ class Two(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("target", "expected"),
     [
         ("mine:broken", "boom"),
         ("mine:Two", "cannot learn"),
@@ -111,11 +114,11 @@ class Two(torch.nn.Module):
         (".x:y", ".x:y"),
     ],
 )
-def test_a_custom_model_that_fails_is_one_message(target, words, here, capsys):
+def test_a_custom_model_that_fails_is_one_message(target, expected, here, capsys):
     (here / "mine.py").write_text(BROKEN)
     (here / "run.toml").write_text(f'[model]\nkind = "custom"\ntarget = "{target}"')
     assert main(["train", "run.toml"]) == 2
-    assert words in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_folder_that_is_a_file_is_one_message(here, capsys):
@@ -150,9 +153,9 @@ def test_a_demo_replaces_its_own_runs_and_nothing_else(here, monkeypatch):
 
     def stop(arguments, *_more, **_named):
         started.append(arguments)
-        return Outcome(1, reason="stopped here")
+        return LaunchOutcome(1, reason="stopped here")
 
-    monkeypatch.setattr("stretto.study.demo.run_here", stop)
+    monkeypatch.setattr("stretto.studies.demo.run_local_workers", stop)
     (here / "demo.toml").write_text("")
     (here / "thesis.txt").write_text("precious")
     (here / "1-worker").mkdir()

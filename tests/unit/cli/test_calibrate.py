@@ -1,4 +1,4 @@
-"""``stretto calibrate`` and ``stretto bench collectives`` before anybody has met: mistakes."""
+"""Mistakes of ``stretto calibrate`` and ``stretto bench collectives``, before ranks connect."""
 
 import pytest
 
@@ -9,22 +9,26 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def one_rank(monkeypatch):
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
 def two_ranks(monkeypatch):
-    """Let the command believe that it is one of two; it must not try to meet the other."""
-    monkeypatch.setattr("stretto.cluster.detect.detect", lambda: World(0, Mesh((2,))))
-    monkeypatch.setattr("stretto.study.calibrate.connect", lambda *_a, **_k: pytest.fail("met"))
-    monkeypatch.setattr("stretto.study.collectives.connect", lambda *_a, **_k: pytest.fail("met"))
+    """Let the command believe that it is one of two ranks; it must not connect to the other."""
+    monkeypatch.setattr("stretto.cluster.detect.detect_world", lambda: World(0, Mesh((2,))))
+    monkeypatch.setattr(
+        "stretto.bench.calibrate.connect", lambda *_a, **_k: pytest.fail("connected")
+    )
+    monkeypatch.setattr(
+        "stretto.bench.collectives.connect", lambda *_a, **_k: pytest.fail("connected")
+    )
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("verb", [["calibrate"], ["bench", "collectives"]])
-def test_one_rank_alone_is_told_how_to_start_more(verb, capsys, tmp_path, monkeypatch):
+def test_a_single_rank_is_refused_with_how_to_start_more(verb, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(verb) == 2
     said = capsys.readouterr().err
@@ -35,7 +39,7 @@ def test_one_rank_alone_is_told_how_to_start_more(verb, capsys, tmp_path, monkey
 
 @pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["calibrate", "--runs", "0"], ["1 run"]),
         (["calibrate", "--out", "missing/cluster.toml"], ["there is no folder", "missing"]),
@@ -49,9 +53,11 @@ def test_one_rank_alone_is_told_how_to_start_more(verb, capsys, tmp_path, monkey
         (["bench", "collectives", "--wire", "topk 1%"], ["is no collective"]),
     ],
 )
-def test_a_mistake_is_named_before_ranks_meet(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_named_before_ranks_connect(
+    arguments, expected, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.toml").write_text('ranks_per_host = "many"\n')
     assert main(arguments) == 2
     said = capsys.readouterr()
-    assert all(word in said.err + said.out for word in words)
+    assert all(text in said.err + said.out for text in expected)

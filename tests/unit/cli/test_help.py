@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from stretto.cli.main import VERBS
+from stretto.cli.main import COMMANDS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,11 +29,11 @@ def test_importing_the_package_imports_no_torch():
 
 def test_help_names_every_verb():
     text = run("--help").stdout
-    assert all(re.search(rf"\b{verb}\b", text) for verb in VERBS)
+    assert all(re.search(rf"\b{verb}\b", text) for verb in COMMANDS)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["tarin"], "train"),
         (["train"], "RUN"),
@@ -42,8 +42,8 @@ def test_help_names_every_verb():
         (["lab", "--hosts", "many", "--", "true"], "many"),
     ],
 )
-def test_a_wrong_word_on_the_command_line_is_the_callers_mistake(arguments, words):
+def test_a_wrong_word_on_the_command_line_is_the_callers_mistake(arguments, expected):
     done = run(*arguments)
     assert done.returncode == 2
-    assert words in done.stderr + done.stdout
+    assert expected in done.stderr + done.stdout
     assert "Traceback" not in done.stderr

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from stretto.bench.profile_run import write_profile
 from stretto.cli.main import main
-from stretto.plan.check import check
-from stretto.plan.footprint import Footprints
-from stretto.plan.profile import Link, Profile, UnitCost, read_profile
-from stretto.plan.timing import time_plan
-from stretto.plan.value import read_plan
-from stretto.study.profiling import write_profile
+from stretto.planner.check import check
+from stretto.planner.memory import Footprints
+from stretto.planner.plan import read_plan
+from stretto.planner.profile import Link, Profile, UnitCost, read_profile
+from stretto.planner.timing import time_plan
 
 RUN = """
 [run]
@@ -52,14 +52,14 @@ def here(tmp_path, monkeypatch):
 
 def test_a_person_is_told_every_unit_the_time_and_what_memory_is_worth(here, capsys):
     assert main(["plan", "run.toml", *MADE_UP, "--memory", "8MB", "--what-if", "rate=10gbit"]) == 0
-    told = capsys.readouterr()
-    assert all(f"blocks.{index} " in told.out for index in range(4))
-    assert "a step takes" in told.out
-    assert "of 8 MB" in told.out
-    assert "memory is short in" in told.out
-    assert "profile: made up" in told.out
-    assert "if rate=10gbit: " in told.out
-    assert told.err == "stretto plan: wrote plan.json\n"
+    output = capsys.readouterr()
+    assert all(f"blocks.{index} " in output.out for index in range(4))
+    assert "a step takes" in output.out
+    assert "of 8 MB" in output.out
+    assert "memory is short in" in output.out
+    assert "profile: made up" in output.out
+    assert "if rate=10gbit: " in output.out
+    assert output.err == "stretto plan: wrote plan.json\n"
     plan = read_plan(here / "plan.json")
     check(plan)
     assert Footprints(PROFILE).peak(plan) <= 8_000_000
@@ -67,15 +67,15 @@ def test_a_person_is_told_every_unit_the_time_and_what_memory_is_worth(here, cap
 
 
 def test_an_object_says_the_same_to_programs(here, capsys):
-    words = ["--memory", "9MB", "--what-if", "memory=8MB", "--pareto", "2", "--json"]
-    assert main(["plan", "run.toml", *MADE_UP, *words, "--out", "p.json"]) == 0
+    arguments = ["--memory", "9MB", "--what-if", "memory=8MB", "--pareto", "2", "--json"]
+    assert main(["plan", "run.toml", *MADE_UP, *arguments, "--out", "p.json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
     plan = read_plan(here / "p.json")
     assert found["step_s"] == pytest.approx(time_plan(plan, PROFILE).step_s)
     assert found["peak_bytes"] == Footprints(PROFILE).peak(plan)
     assert found["bound_s"] <= found["step_s"] <= found["greedy_s"]
-    assert found["budget"] == 9_000_000
+    assert found["memory_limit"] == found["budget"] == 9_000_000
     assert [unit["unit"] for unit in found["units"]] == [unit.name for unit in plan.units]
     assert len(found["what_if"]) == 1
     (less, slower), (more, faster) = found["pareto"]
@@ -84,8 +84,8 @@ def test_an_object_says_the_same_to_programs(here, capsys):
 
 
 def test_a_page_is_written_beside_the_plan(here, capsys):
-    words = ["--memory", "9MB", "--page", "plan.html"]
-    assert main(["plan", "run.toml", *MADE_UP, *words]) == 0
+    arguments = ["--memory", "9MB", "--page", "plan.html"]
+    assert main(["plan", "run.toml", *MADE_UP, *arguments]) == 0
     assert "wrote plan.json and plan.html" in capsys.readouterr().err
     page = (here / "plan.html").read_text()
     assert "A plan for run.toml" in page
@@ -114,7 +114,7 @@ def test_without_a_word_on_units_they_are_joined_as_far_as_the_link_is_worth_it(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         ([], "--profile FILE"),
         ([*BOX, "--device", "tpu"], "h200"),
@@ -131,9 +131,9 @@ def test_without_a_word_on_units_they_are_joined_as_far_as_the_link_is_worth_it(
         ([*MADE_UP, "--memory", "1MB"], "no plan fits into 1 MB: the smallest needs 6."),
     ],
 )
-def test_a_mistake_gets_one_clear_message(words, said, here, capsys):
-    memory = [] if "--memory" in words else ["--memory", "9MB"]
-    assert main(["plan", "run.toml", *words, *memory]) == 2
+def test_a_mistake_gets_one_clear_message(arguments, said, here, capsys):
+    memory = [] if "--memory" in arguments else ["--memory", "9MB"]
+    assert main(["plan", "run.toml", *arguments, *memory]) == 2
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message
@@ -169,8 +169,8 @@ def test_a_model_that_nobody_prepared_is_profiled_planned_and_trained(here, capf
     (here / "own.toml").write_text(RUN.replace("[model]\nwidth = 8\n", text))
     unit = "strategy.unit=1KB"
     assert main(["profile", "own.toml", unit, *BOX, "--estimate"]) == 0
-    words = ["--profile", "profile.json", "--memory", "10MB"]
-    assert main(["plan", "own.toml", *words]) == 0
+    arguments = ["--profile", "profile.json", "--memory", "10MB"]
+    assert main(["plan", "own.toml", *arguments]) == 0
     assert main(["train", "own.toml", "strategy.plan=plan.json", "run.name=by-plan"]) == 0
     memory = ["strategy.memory=10MB", "strategy.profile=profile.json"]
     assert main(["train", "own.toml", *memory, "run.name=by-profile"]) == 0

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from stretto.cli.main import main
-from stretto.data import open_source
-from stretto.model import build_model
-from stretto.plan.profile import read_profile
-from stretto.plan.timing import time_plan
-from stretto.plan.units import called_modules
+from stretto.data import open_sample_source
+from stretto.models import build_model
+from stretto.planner.model_units import called_modules
+from stretto.planner.profile import read_profile
+from stretto.planner.timing import time_plan
 from stretto.recipes import load_run
-from stretto.strategy.sharded.config import ShardedConfig, checked_plan
+from stretto.strategies.sharded.config import ShardedConfig, checked_plan
 
 RUN = """
 [run]
@@ -55,9 +55,11 @@ def test_a_described_link_needs_one_rank_only(here, capsys):
 
 
 def test_widths_and_units_are_those_of_the_run(here):
-    words = ["strategy.parameters=bf16", "strategy.wire=fp32", "optim.kind=sgd"]
+    arguments = ["strategy.parameters=bf16", "strategy.wire=fp32", "optim.kind=sgd"]
     sgd = ["optim.momentum=0.9", *(unit := ["strategy.unit=800"])]
-    assert main(["profile", "run.toml", *words, *sgd, *BOX, "--estimate", "--out", "p.json"]) == 0
+    assert (
+        main(["profile", "run.toml", *arguments, *sgd, *BOX, "--estimate", "--out", "p.json"]) == 0
+    )
     found = read_profile(here / "p.json")
     widths = (found.parameter_bytes, found.gradient_bytes, found.kept_bytes, found.state_bytes)
     assert widths == (2, 4, 4, 4)
@@ -71,7 +73,7 @@ def test_a_plan_of_the_run_fits_its_profile(here):
     found = read_profile(here / "profile.json")
     config = load_run(here / "run.toml").config
     model = build_model(config.model, 0)
-    inputs, _ = open_source(config.data, train=True).batch(np.arange(2))
+    inputs, _ = open_sample_source(config.data, train=True).batch(np.arange(2))
     calls = called_modules(model, lambda: model(inputs))
     strategy = ShardedConfig(unit=1000)
     assert time_plan(checked_plan(strategy, model, calls), found).step_s > 0
@@ -141,7 +143,7 @@ def test_a_model_that_looks_at_numbers_is_to_be_measured(here, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["run.toml"], "stretto lab"),
         (["run.toml", "--estimate"], "--cluster"),
@@ -157,10 +159,10 @@ def test_a_model_that_looks_at_numbers_is_to_be_measured(here, capsys):
         (["run.toml", *BOX, "model.classes=2"], "cannot learn"),
     ],
 )
-def test_a_mistake_gets_one_clear_message(words, said, here, capsys):
-    if "cuda" in words and torch.cuda.is_available():
+def test_a_mistake_gets_one_clear_message(arguments, said, here, capsys):
+    if "cuda" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert main(["profile", *words]) == 2
+    assert main(["profile", *arguments]) == 2
     message = capsys.readouterr().err
     assert said in message
     assert "Traceback" not in message

@@ -59,7 +59,7 @@ def test_an_svg_is_written_and_standard_output_left_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["rign"], ["no allreduce algorithm 'rign'", "did you mean 'ring'?", "hierarchical"]),
         (["halving"], ["halving is no allreduce: add --collective reduce-scatter"]),
@@ -69,7 +69,7 @@ def test_an_svg_is_written_and_standard_output_left_alone(tmp_path, capsys):
         (["ring", "--ranks", "-3"], ["--ranks -3: expected at least 1"]),
         (["ring", "--hosts", "0"], ["--hosts 0: expected at least 1"]),
         (["ring", "--hosts", "2", "--ranks-per-host", "0"], ["--ranks-per-host 0"]),
-        (["ring", "--ranks-per-host", "2"], ["--ranks-per-host is for --hosts"]),
+        (["ring", "--ranks-per-host", "2"], ["--ranks-per-host needs --hosts"]),
         (["ring", "--ranks", "4", "--hosts", "2"], ["--ranks and --hosts exclude each other"]),
         (["ring", "--ranks", "4", "--parts", "0"], ["--parts 0: expected 1 to 1,024"]),
         (["ring", "--ranks", "4", "--parts", "1025"], ["--parts 1025: expected 1 to 1,024"]),
@@ -82,11 +82,11 @@ def test_an_svg_is_written_and_standard_output_left_alone(tmp_path, capsys):
         (["ring", "--ranks", "many"], ["many"]),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_do(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_answered_with_what_to_do(arguments, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["show", *arguments]) == 2
     said = capsys.readouterr()
-    assert all(word in said.err + said.out for word in words)
+    assert all(text in said.err + said.out for text in expected)
     assert not list(tmp_path.iterdir())
 
 
@@ -111,22 +111,22 @@ def test_called_without_numbers_it_shows_four_ranks(capsys):
 
 def test_a_topology_is_told_round_by_round_and_what_it_is_worth(capsys):
     assert main(["show", "hypercube", "--collective", "gossip", "--ranks", "4"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[:2] == ["round 0: 0-1 2-3", "round 1: 0-2 1-3"]
-    assert "exactly equal after 2 rounds" in told[2]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["round 0: 0-1 2-3", "round 1: 0-2 1-3"]
+    assert "exactly equal after 2 rounds" in lines[2]
     assert main(["show", "ring", "--collective", "gossip", "--ranks", "3", "--json"]) == 0
     (found,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert [0, 1, pytest.approx(1 / 3)] in found["messages"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "said"),
     [
         (["hypercube", "--ranks", "6"], "power of two: 4 or 8"),
         (["hypercubes"], "did you mean hypercube"),
         (["ring", "--parts", "2"], "--parts are for schedules"),
     ],
 )
-def test_a_topology_that_cannot_be_shown_is_refused_in_words(words, said, capsys):
-    assert main(["show", *words, "--collective", "gossip"]) == 2
+def test_a_topology_that_cannot_be_shown_is_refused_in_words(arguments, said, capsys):
+    assert main(["show", *arguments, "--collective", "gossip"]) == 2
     assert said in capsys.readouterr().err

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from stretto.cli.main import main
-from stretto.comm.algorithms import ALLREDUCE
-from stretto.comm.algorithms.table import parse_word
-from stretto.sim.presets import preset
+from stretto.collectives.algorithm_table import parse_algorithm
+from stretto.collectives.algorithms import ALLREDUCE
+from stretto.simulator.cluster import preset
 
 SIMULATE = ["simulate", "collectives"]
 
@@ -60,7 +60,7 @@ def test_a_table_says_what_to_take_from_which_size_on_and_why(capsys):
     assert all(set(row) == {"from_bytes", "algorithm", "seconds", "reason"} for row in rows)
     sizes = [row["from_bytes"] for row in rows]
     assert sizes == sorted(set(sizes))
-    assert all(row["reason"] and parse_word(row["algorithm"]) for row in rows)
+    assert all(row["reason"] and parse_algorithm(row["algorithm"]) for row in rows)
     assert main([*SIMULATE, "--ranks", "16", "--ranks-per-host", "4", "--table"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
@@ -73,31 +73,31 @@ def test_the_description_that_calibrate_wrote_is_taken_as_it_is(capsys, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["--cluster", "ethernet 10gb"], ["no cluster is called", "ethernet 10gbit"]),
         (["--cluster", "none.toml"], ["no cluster description none.toml", "stretto calibrate"]),
         (["--ranks", "0"], ["--ranks 0", "expected at least 1"]),
         (["--ranks", "4", "--ranks-per-host", "0"], ["--ranks-per-host 0"]),
-        (["--ranks-per-host", "4"], ["--ranks-per-host 4 is for --ranks"]),
+        (["--ranks-per-host", "4"], ["--ranks-per-host 4 needs --ranks"]),
         (["--sizes", "1KB,"], ["a size such as"]),
         (["--sizes", "1 parsec"], ["a size such as", "parsec"]),
         (["--ranks", "many"], ["many"]),
     ],
 )
-def test_a_mistake_is_answered_with_what_to_do(arguments, words, capsys, tmp_path, monkeypatch):
+def test_a_mistake_is_answered_with_what_to_do(arguments, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([*SIMULATE, *arguments]) == 2
     said = capsys.readouterr()
-    assert all(word in said.err + said.out for word in words)
+    assert all(text in said.err + said.out for text in expected)
 
 
 STEP = ["simulate", "step", "examples/text.toml", "--samples", "2"]
 
 
 def test_a_step_is_priced_for_every_strategy_and_number_of_ranks(capsys):
-    words = ["--strategies", "allreduce:algorithm=ring,crossover:delay=1", "--ranks", "1,6"]
-    assert main([*STEP, *words, "--json"]) == 0
+    arguments = ["--strategies", "allreduce:algorithm=ring,crossover:delay=1", "--ranks", "1,6"]
+    assert main([*STEP, *arguments, "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     keys = {"ranks", "hosts", "strategy", "step_s", "compute_s", "exposed_s", "bound_s"}
     assert all(set(row) == keys | {"efficiency", "bytes_per_link", "held_up_by"} for row in rows)
@@ -112,8 +112,8 @@ def test_a_step_is_priced_for_every_strategy_and_number_of_ranks(capsys):
 
 
 def test_a_person_is_given_a_line_for_each_step_and_the_reasons_of_others(capsys):
-    words = ["--strategies", "sgp:topology=hypercube,noloco", "--ranks", "6"]
-    assert main([*STEP, *words, "--ranks-per-host", "2"]) == 0
+    arguments = ["--strategies", "sgp:topology=hypercube,noloco", "--ranks", "6"]
+    assert main([*STEP, *arguments, "--ranks-per-host", "2"]) == 0
     out, err = capsys.readouterr()
     head, line = out.splitlines()
     assert head.split()[:6] == ["ranks", "strategy", "step", "compute", "exposed", "bound"]

@@ -71,13 +71,13 @@ def test_an_image_that_this_host_does_not_see_is_told_and_the_job_written(
     (here / "there.sif").touch()
     assert main(["slurm", "demo.toml", *ASK, "--container", image]) == 0
     warning = f"warning: --container {here}/{image} is not there"
-    told = capsys.readouterr().err
-    assert (warning in told, "warning" in told) == (missing, missing)
+    output = capsys.readouterr().err
+    assert (warning in output, "warning" in output) == (missing, missing)
     assert (here / "runs" / "demo" / "job.sbatch").is_file()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected_text"),
     [
         (["missing.toml", *ASK], "missing.toml"),
         (["demo.toml", "train.bacth=4", *ASK], "train.bacth = 4"),
@@ -89,10 +89,10 @@ def test_an_image_that_this_host_does_not_see_is_told_and_the_job_written(
         (["demo.toml", "--nodes", "2"], "--tasks-per-node"),
     ],
 )
-def test_a_mistake_is_the_callers_and_nothing_is_written(here, capsys, arguments, words):
+def test_a_mistake_is_the_callers_and_nothing_is_written(here, capsys, arguments, expected_text):
     assert main(["slurm", *arguments]) == 2
-    told = capsys.readouterr()
-    assert words in told.err + told.out
+    output = capsys.readouterr()
+    assert expected_text in output.err + output.out
     assert [path.name for path in here.iterdir()] == ["demo.toml"]
 
 
@@ -124,9 +124,9 @@ def sbatch(here, monkeypatch):
 def test_submitting_prints_the_jobs_id_alone(here, capsys, sbatch):
     sbatch('grep -q "job-name=demo" "$2" && echo 17')
     assert main(["slurm", "demo.toml", *ASK, "--submit"]) == 0
-    told = capsys.readouterr()
-    assert told.out == "17\n"
-    assert str(here / "runs" / "demo" / "job.sbatch") in told.err
+    output = capsys.readouterr()
+    assert output.out == "17\n"
+    assert str(here / "runs" / "demo" / "job.sbatch") in output.err
 
 
 def test_a_refusal_of_sbatch_fails_the_command_with_its_words(capsys, sbatch):
@@ -140,3 +140,9 @@ def test_without_sbatch_the_file_is_kept_and_the_command_fails(here, capsys, mon
     assert main(["slurm", "demo.toml", *ASK, "--submit"]) == 1
     assert "sbatch is not on PATH" in capsys.readouterr().err
     assert Path("runs/demo/job.sbatch").is_file()
+
+
+@pytest.mark.parametrize(("more", "warns"), [([], False), (["--gpus-per-node", "2"], True)])
+def test_gpus_that_training_leaves_idle_are_warned_of(here, capsys, more, warns):
+    assert main(["slurm", "demo.toml", *ASK, *more]) == 0
+    assert ("reserves GPUs that stretto train does not use yet" in capsys.readouterr().err) is warns

@@ -1,31 +1,31 @@
-"""What a lost peer is told as; real losses are in tests/multi/test_groups.py."""
+"""Error messages about a lost peer; real losses are tested in tests/multi/test_groups.py."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.cluster.world import Mesh
-from stretto.comm.channel import Parcel
-from stretto.comm.gloo import GlooChannel, in_plain_words
-from stretto.errors import ChannelError
+from stretto.comm.gloo import GlooTransport, clean_backend_message
+from stretto.comm.transport import P2POp
+from stretto.errors import TransportError
 
 SOURCE = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
-WISHES = "This is typically caused by a remote worker crashing. Check its logs. GLHF! \U0001f3d6"
+ADVICE = "This is typically caused by a remote worker crashing. Check its logs. GLHF! \U0001f3d6"
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         (
-            f"{SOURCE} Connection closed by peer [127.0.0.1]:21127. {WISHES}",
+            f"{SOURCE} Connection closed by peer [127.0.0.1]:21127. {ADVICE}",
             "connection closed by peer 127.0.0.1:21127",
         ),
         (
-            f"{SOURCE} Read error [127.0.0.1]:65250: Connection reset by peer. {WISHES}",
+            f"{SOURCE} Read error [127.0.0.1]:65250: Connection reset by peer. {ADVICE}",
             "read error 127.0.0.1:65250: Connection reset by peer",
         ),
         (
-            f"{SOURCE} Connection closed by peer [fe80::1]:21127. {WISHES}",
+            f"{SOURCE} Connection closed by peer [fe80::1]:21127. {ADVICE}",
             "connection closed by peer [fe80::1]:21127",
         ),
         (
@@ -44,20 +44,20 @@ WISHES = "This is typically caused by a remote worker crashing. Check its logs. 
         ("", "the back end gave no reason"),
     ],
 )
-def test_of_gloo_s_text_what_helps_is_left(text, words):
-    assert in_plain_words(text) == words
+def test_the_helpful_part_of_a_gloo_message_is_kept(text, expected):
+    assert clean_backend_message(text) == expected
 
 
 @given(st.text())
-def test_whatever_the_back_end_says_becomes_one_printable_line_of_ascii(text):
-    words = in_plain_words(text)
-    assert words
-    assert words.isascii()
-    assert words.isprintable()
+def test_every_back_end_message_becomes_one_printable_line_of_ascii(text):
+    message = clean_backend_message(text)
+    assert message
+    assert message.isascii()
+    assert message.isprintable()
 
 
 class Broken:
-    """Stands for a group whose every message fails; members 0 and 1 of it are ranks 3 and 5."""
+    """A process group whose every message fails; its members 0 and 1 are ranks 3 and 5."""
 
     def __init__(self, text):
         self._text = text
@@ -77,7 +77,7 @@ HANGS = "it hangs, or its host is gone"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("Connection closed by peer [::1]:9.", f"connection closed by peer [::1]:9; {KILLED}"),
         ("Timed out waiting 2000ms for recv", f"timed out after 2 s; {HANGS}"),
@@ -90,12 +90,14 @@ HANGS = "it hangs, or its host is gone"
         ("Invalid tensor", "invalid tensor"),
     ],
 )
-def test_a_lost_peer_is_named_by_its_rank_and_with_what_it_has_probably_met(text, told):
-    with pytest.raises(ChannelError) as caught:
-        GlooChannel(lambda _lane: Broken(text), [3, 5], Mesh((2,))).exchange([Parcel(1, None)], [])
-    assert str(caught.value) == f"rank 3 lost rank 5: {told}"
+def test_a_lost_peer_is_named_by_its_rank_and_the_probable_cause(text, expected):
+    with pytest.raises(TransportError) as caught:
+        GlooTransport(lambda _lane: Broken(text), [3, 5], Mesh((2,))).exchange([P2POp(1, None)], [])
+    assert str(caught.value) == f"rank 3 lost rank 5: {expected}"
 
 
-def test_in_the_back_end_s_own_sum_nobody_knows_which_peer_was_lost():
-    with pytest.raises(ChannelError, match=r"^rank 3 lost a peer: broken pipe; it was killed"):
-        GlooChannel(lambda _lane: Broken("Broken pipe"), [3, 5], Mesh((2,))).start_all_reduce(None)
+def test_in_the_back_ends_own_sum_the_lost_peer_is_unknown():
+    with pytest.raises(TransportError, match=r"^rank 3 lost a peer: broken pipe; it was killed"):
+        GlooTransport(lambda _lane: Broken("Broken pipe"), [3, 5], Mesh((2,))).start_all_reduce(
+            None
+        )

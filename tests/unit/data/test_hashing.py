@@ -3,12 +3,12 @@ import numpy as np
 from stretto.data.hashing import counters, derive_key, mix64, uniforms
 
 
-def test_the_stream_of_key_zero_is_that_of_splitmix64_seeded_with_zero():
+def test_key_zero_gives_the_stream_of_splitmix64_with_seed_zero():
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert mix64(counters(0, 3)).tolist() == expected
 
 
-def test_counters_can_be_taken_up_anywhere():
+def test_counters_can_start_anywhere():
     assert counters(3, 9).tolist() == counters(0, 9)[3:].tolist()
 
 

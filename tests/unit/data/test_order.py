@@ -2,15 +2,15 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader, TensorDataset
 
-from stretto.data.order import OrderedBatches, sample_at, step_share, steps_per_epoch
+from stretto.data.order import DistributedBatchSampler, rank_samples, samples_at, steps_per_epoch
 from stretto.errors import ConfigError
 
 SIZES = [0, 1, 2, 3, 4, 5, 7, 8, 97, 256, 1024, 10_007, 65_536]
 
 
 def whole_epoch(num_samples, *, seed=0, epoch=0):
-    positions = np.arange(num_samples)
-    return sample_at(positions, num_samples=num_samples, seed=seed, epoch=epoch)
+    epoch_indices = np.arange(num_samples)
+    return samples_at(epoch_indices, num_samples=num_samples, seed=seed, epoch=epoch)
 
 
 @pytest.mark.parametrize("num_samples", SIZES)
@@ -19,26 +19,28 @@ def test_an_epoch_is_a_permutation_of_all_samples(num_samples):
 
 
 def test_the_order_never_changes_from_one_version_to_the_next():
-    # These values are a promise: a run resumed under a newer version continues its epoch.
+    # These values must never change: a run resumed under a newer version continues its epoch.
     assert whole_epoch(10).tolist() == [8, 2, 5, 1, 3, 6, 0, 4, 7, 9]
     far = np.array([0, 1, 999_999_999_998])
-    found = sample_at(far, num_samples=10**12 - 1, seed=7, epoch=3)
+    found = samples_at(far, num_samples=10**12 - 1, seed=7, epoch=3)
     assert found.tolist() == [979566621718, 634153671559, 869062614862]
 
 
-def test_a_position_is_answered_alone_as_it_is_among_others():
-    alone = [sample_at(np.array([p]), num_samples=1000, seed=1, epoch=2).item() for p in range(50)]
-    assert alone == whole_epoch(1000, seed=1, epoch=2)[:50].tolist()
+def test_a_position_gives_the_same_sample_in_any_batch_of_positions():
+    single = [
+        samples_at(np.array([p]), num_samples=1000, seed=1, epoch=2).item() for p in range(50)
+    ]
+    assert single == whole_epoch(1000, seed=1, epoch=2)[:50].tolist()
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"epoch": 1}, {"seed": -1}])
-def test_another_seed_or_epoch_is_another_order(other):
+def test_another_seed_or_epoch_gives_another_order(other):
     agreeing = whole_epoch(10_007) == whole_epoch(10_007, **other)
     # Two unrelated orders agree in 1 place on average, and in over 10 once in 10^8 trials.
     assert agreeing.sum() <= 10
 
 
-def test_seed_and_epoch_do_not_stand_for_each_other():
+def test_seed_and_epoch_are_not_interchangeable():
     assert not np.array_equal(whole_epoch(97, seed=1), whole_epoch(97, epoch=1))
 
 
@@ -56,7 +58,9 @@ def test_neighbours_are_uncorrelated(lag):
 
 
 def test_every_sample_comes_first_equally_often():
-    firsts = [sample_at(np.array([0]), num_samples=10, seed=5, epoch=e).item() for e in range(2000)]
+    firsts = [
+        samples_at(np.array([0]), num_samples=10, seed=5, epoch=e).item() for e in range(2000)
+    ]
     counts = np.bincount(firsts, minlength=10)
     # Chi square with 9 degrees of freedom: above 33.7 once in 10^4.
     assert ((counts - 200) ** 2 / 200).sum() < 33.7
@@ -72,33 +76,38 @@ def test_all_orders_of_three_samples_occur_equally_often():
 @pytest.mark.parametrize("position", [-1, 5])
 def test_a_position_outside_the_epoch_is_refused(position):
     with pytest.raises(ConfigError, match=f"positions {position} to {position} are outside"):
-        sample_at(np.array([position]), num_samples=5, seed=0, epoch=0)
+        samples_at(np.array([position]), num_samples=5, seed=0, epoch=0)
 
 
 def test_ranks_take_positions_in_turn():
     expected = whole_epoch(20)[8:16]
     for rank in range(3):
-        share = step_share(1, batch=8, rank=rank, size=3, num_samples=20, seed=0, epoch=0)
-        assert share.samples.tolist() == expected[rank::3].tolist()
+        local_samples = rank_samples(1, batch=8, rank=rank, size=3, num_samples=20, seed=0, epoch=0)
+        assert local_samples.samples.tolist() == expected[rank::3].tolist()
 
 
-def test_a_ragged_last_step_has_what_is_left_and_may_leave_a_rank_empty():
+def test_samples_of_a_rank_follow_the_seed_and_the_epoch():
+    local_samples = rank_samples(0, batch=20, rank=1, size=2, num_samples=20, seed=7, epoch=5)
+    assert local_samples.samples.tolist() == whole_epoch(20, seed=7, epoch=5)[1::2].tolist()
+
+
+def test_a_smaller_last_step_may_leave_a_rank_without_samples():
     shares = [
-        step_share(2, batch=8, rank=r, size=4, num_samples=18, seed=0, epoch=0) for r in range(4)
+        rank_samples(2, batch=8, rank=r, size=4, num_samples=18, seed=0, epoch=0) for r in range(4)
     ]
     assert [s.samples.size for s in shares] == [1, 1, 0, 0]
 
 
-def test_a_share_knows_its_epoch():
-    share = step_share(0, batch=8, rank=0, size=1, num_samples=18, seed=0, epoch=5)
-    assert share.epoch == 5
+def test_rank_samples_contain_their_epoch():
+    local_samples = rank_samples(0, batch=8, rank=0, size=1, num_samples=18, seed=0, epoch=5)
+    assert local_samples.epoch == 5
 
 
 def test_a_step_after_the_end_of_the_epoch_is_empty():
     shares = [
-        step_share(5, batch=8, rank=r, size=3, num_samples=18, seed=0, epoch=0) for r in range(3)
+        rank_samples(5, batch=8, rank=r, size=3, num_samples=18, seed=0, epoch=0) for r in range(3)
     ]
-    assert sum(share.samples.size for share in shares) == 0
+    assert sum(local_samples.samples.size for local_samples in shares) == 0
 
 
 @pytest.mark.parametrize(("num_samples", "steps"), [(0, 0), (1, 1), (8, 1), (9, 2), (16, 2)])
@@ -108,7 +117,7 @@ def test_steps_cover_the_epoch(num_samples, steps):
 
 @pytest.mark.parametrize("num_samples", [4, 15, 16, 17, 18, 19, 20, 31, 33])
 def test_every_rank_has_a_sample_in_every_batch(num_samples):
-    ranks = [OrderedBatches(num_samples, 8, rank=r, size=4) for r in range(4)]
+    ranks = [DistributedBatchSampler(num_samples, 8, rank=r, size=4) for r in range(4)]
     epochs = [list(batches) for batches in ranks]
     assert all(indices for epoch in epochs for indices in epoch)
     assert {len(epoch) for epoch in epochs} == {len(ranks[0])}
@@ -119,39 +128,39 @@ def test_batches_of_all_ranks_cover_the_epoch_once(num_samples):
     seen = [
         index
         for rank in range(4)
-        for indices in OrderedBatches(num_samples, 8, rank=rank, size=4)
+        for indices in DistributedBatchSampler(num_samples, 8, rank=rank, size=4)
         for index in indices
     ]
     assert sorted(seen) == list(range(num_samples))
 
 
-def test_a_rest_smaller_than_the_world_joins_the_batch_before():
-    sizes = [len(b) for b in OrderedBatches(19, 8, rank=0, size=4)]
+def test_a_last_batch_with_fewer_samples_than_ranks_is_merged():
+    sizes = [len(b) for b in DistributedBatchSampler(19, 8, rank=0, size=4)]
     assert sizes == [2, 3]
 
 
-def test_a_full_pass_moves_on_to_the_next_epoch():
-    batches = OrderedBatches(16, 4, rank=0, size=1)
+def test_a_complete_iteration_moves_on_to_the_next_epoch():
+    batches = DistributedBatchSampler(16, 4, rank=0, size=1)
     first, second = list(batches), list(batches)
     assert (batches.epoch, first == second) == (2, False)
 
 
-def test_a_pass_broken_off_stays_in_its_epoch():
-    batches = OrderedBatches(16, 4, rank=0, size=1)
+def test_an_incomplete_iteration_stays_in_its_epoch():
+    batches = DistributedBatchSampler(16, 4, rank=0, size=1)
     next(iter(batches))
     assert batches.epoch == 0
 
 
-def test_a_chosen_epoch_can_be_repeated():
-    batches = OrderedBatches(16, 4, rank=0, size=1)
+def test_set_epoch_can_repeat_an_epoch():
+    batches = DistributedBatchSampler(16, 4, rank=0, size=1)
     batches.set_epoch(3)
     first = list(batches)
     batches.set_epoch(3)
     assert list(batches) == first
 
 
-def test_an_epoch_chosen_during_a_pass_is_kept():
-    batches = OrderedBatches(16, 4, rank=0, size=1)
+def test_set_epoch_during_an_iteration_has_priority():
+    batches = DistributedBatchSampler(16, 4, rank=0, size=1)
     for _ in batches:
         batches.set_epoch(7)
     assert batches.epoch == 7
@@ -160,17 +169,17 @@ def test_an_epoch_chosen_during_a_pass_is_kept():
 @pytest.mark.parametrize(("num_samples", "batch"), [(3, 8), (100, 3)])
 def test_fewer_samples_than_ranks_are_refused(num_samples, batch):
     with pytest.raises(ConfigError, match="each of 4 ranks"):
-        OrderedBatches(num_samples, batch, rank=0, size=4)
+        DistributedBatchSampler(num_samples, batch, rank=0, size=4)
 
 
 def test_a_rank_outside_the_world_is_refused():
     with pytest.raises(ConfigError, match="rank 4 is not in a world of 4"):
-        OrderedBatches(100, 8, rank=4, size=4)
+        DistributedBatchSampler(100, 8, rank=4, size=4)
 
 
-def test_a_plain_data_loader_takes_them():
+def test_a_plain_data_loader_accepts_the_sampler():
     import torch
 
     data = TensorDataset(torch.arange(10))
-    loader = DataLoader(data, batch_sampler=OrderedBatches(10, 4, rank=0, size=1))
+    loader = DataLoader(data, batch_sampler=DistributedBatchSampler(10, 4, rank=0, size=1))
     assert torch.cat([batch for (batch,) in loader]).tolist() == whole_epoch(10).tolist()

@@ -4,10 +4,9 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import cross_entropy
 
-from stretto.data.order import sample_at
-from stretto.data.outlines import OUTLINES
-from stretto.data.shapes import Shapes, ShapesConfig
-from stretto.model import CNNConfig, build_model, correct, per_sample_loss
+from stretto.data.order import samples_at
+from stretto.data.shapes import FIGURES, Shapes, ShapesConfig
+from stretto.models import CNNConfig, build_model, per_sample_accuracy, per_sample_loss
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +18,7 @@ def both_splits():
 
 @pytest.fixture
 def one_thread():
-    """On a busy machine threads that wait for each other take ten times as long."""
+    """Use one thread: on a busy machine several threads that synchronise take ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,38 +34,38 @@ def test_a_linear_model_trained_to_convergence_fails(both_splits):
     def loss():
         optimizer.zero_grad()
         value = cross_entropy(model(inputs.flatten(1)), targets)
-        # A light ridge: without it the 3072 weights of a class only learn the noise.
+        # A weak ridge penalty: without it the 3072 weights of a class fit the noise.
         value = value + 0.01 * model.weight.square().sum()
         value.backward()
         return value
 
     optimizer.step(loss)
-    assert correct(model(inputs.flatten(1)), targets).mean() > 0.4  # it did learn its lesson
-    assert correct(model(test_inputs.flatten(1)), test_targets).mean() < 0.35
+    assert per_sample_accuracy(model(inputs.flatten(1)), targets).mean() > 0.4  # training converged
+    assert per_sample_accuracy(model(test_inputs.flatten(1)), test_targets).mean() < 0.35
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_small_net_learns_them_in_two_epochs(both_splits):
+def test_a_small_convolutional_net_learns_in_two_epochs(both_splits):
     (inputs, targets), (test_inputs, test_targets) = both_splits
     model = build_model(CNNConfig(), seed=0)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for epoch in range(2):
-        order = sample_at(np.arange(4096), num_samples=4096, seed=0, epoch=epoch)
+        order = samples_at(np.arange(4096), num_samples=4096, seed=0, epoch=epoch)
         for batch in torch.from_numpy(order).split(32):
             optimizer.zero_grad()
             per_sample_loss(model(inputs[batch]), targets[batch]).mean().backward()
             optimizer.step()
     with torch.no_grad():
-        assert correct(model(test_inputs), test_targets).mean() > 0.85
+        assert per_sample_accuracy(model(test_inputs), test_targets).mean() > 0.85
 
 
 def test_an_image_has_the_same_bits_in_every_batch():
     source = Shapes(ShapesConfig(size=13), train=True)
     indices = np.array([5, 3, 4000, 3, 17, 900, 250, 12])
     images, labels = source.batch(indices)
-    alone = [source.batch(indices[i : i + 1]) for i in range(len(indices))]
-    assert torch.equal(images, torch.cat([image for image, _ in alone]))
-    assert torch.equal(labels, torch.cat([label for _, label in alone]))
+    single = [source.batch(indices[i : i + 1]) for i in range(len(indices))]
+    assert torch.equal(images, torch.cat([image for image, _ in single]))
+    assert torch.equal(labels, torch.cat([label for _, label in single]))
 
 
 def test_an_image_has_the_same_bits_on_both_sides_of_a_block():
@@ -124,7 +123,7 @@ def test_splits_and_seeds_share_no_image(one, other):
     assert torch.cdist(ours.flatten(1), theirs.flatten(1)).min() > 1
 
 
-def test_noise_has_the_deviation_that_was_asked_for():
+def test_noise_has_the_configured_deviation():
     clean = Shapes(ShapesConfig(noise=0.0), train=True).batch(np.arange(50))[0]
     noisy = Shapes(ShapesConfig(noise=0.25), train=True).batch(np.arange(50))[0]
     difference = noisy - clean
@@ -132,22 +131,22 @@ def test_noise_has_the_deviation_that_was_asked_for():
     assert abs(difference.mean().item()) < 0.003
 
 
-def test_splits_know_their_number_of_samples():
+def test_each_split_has_its_configured_number_of_samples():
     config = ShapesConfig(samples=70, test_samples=30)
     assert [Shapes(config, train=t).num_samples for t in (True, False)] == [70, 30]
 
 
-@pytest.mark.parametrize("name", OUTLINES)
+@pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_fits_in_the_unit_disc(name):
     x, y = np.meshgrid(*[np.linspace(-2, 2, 161, dtype=np.float32)] * 2)
-    inside = OUTLINES[name](x, y) < 0
+    inside = FIGURES[name](x, y) < 0
     assert inside.any()
     assert np.hypot(x[inside], y[inside]).max() <= 1.01
 
 
 def test_no_two_figures_look_the_same():
     x, y = np.meshgrid(*[np.linspace(-1, 1, 64, dtype=np.float32)] * 2)
-    figures = [outline(x, y) < 0 for outline in OUTLINES.values()]
+    figures = [figure(x, y) < 0 for figure in FIGURES.values()]
     differing = [
         np.mean(one != other) for i, one in enumerate(figures) for other in figures[i + 1 :]
     ]

@@ -8,7 +8,7 @@ from stretto.errors import ConfigError
 
 @pytest.fixture
 def counting_file(tmp_path):
-    """A file of 256 bytes, each saying its own place."""
+    """A file of 256 bytes; each byte is its own position."""
     path = tmp_path / "counting.bin"
     path.write_bytes(bytes(range(256)))
     return str(path)
@@ -29,7 +29,7 @@ def test_the_last_part_of_the_file_is_held_out(counting_file):
 
 
 @pytest.mark.parametrize("held_out", [0.001, 0.999])
-def test_either_split_has_at_least_one_sample(counting_file, held_out):
+def test_each_split_has_at_least_one_sample(counting_file, held_out):
     config = TextConfig(path=counting_file, context=64, held_out=held_out)
     assert min(Text(config, train=t).num_samples for t in (True, False)) == 1
 
@@ -46,7 +46,7 @@ def test_an_index_in_the_held_out_part_is_refused(counting_file):
         source.batch(np.array([source.num_samples]))
 
 
-def test_a_missing_file_is_named_with_its_whole_path(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_file_has_its_full_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         Text(TextConfig(path="absent.txt"), train=True)
@@ -60,14 +60,14 @@ def test_a_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 129])
-def test_too_short_a_file_is_told_what_it_needs(tmp_path, num_bytes):
+def test_the_error_for_a_short_file_has_the_required_size(tmp_path, num_bytes):
     path = tmp_path / "short.txt"
     path.write_bytes(b"a" * num_bytes)
     with pytest.raises(ConfigError, match=rf"data\.path.* {num_bytes} bytes.*at least 130"):
         Text(TextConfig(path=str(path)), train=True)
 
 
-def test_the_shortest_file_that_will_do_has_a_window_for_each_split(tmp_path):
+def test_the_shortest_valid_file_has_a_window_for_each_split(tmp_path):
     path = tmp_path / "enough.txt"
     path.write_bytes(b"a" * 130)
     config = TextConfig(path=str(path))

@@ -29,13 +29,13 @@ def test_as_json_there_is_one_object_a_line(capsys):
 
 
 def test_a_failure_is_a_line_that_says_what_to_do_and_exit_code_1(capsys):
-    assert main(["doctor", "run.silence_s=400"]) == 1
+    assert main(["doctor", "run.heartbeat_timeout_s=400"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert line.startswith("FAIL  time-outs: ")
     assert line.endswith("; raise run.timeout_s above 400")
 
 
-def test_with_a_run_file_its_checkpoints_are_what_needs_room(tmp_path, capsys):
+def test_with_a_run_file_the_disk_space_is_that_of_its_checkpoints(tmp_path, capsys):
     (tmp_path / "run.toml").write_text("[data]\nsamples = 64\n[train]\nbatch = 8\n")
     assert main(["doctor", "run.toml", "run.name=other"]) == 0
     out = capsys.readouterr().out
@@ -43,19 +43,19 @@ def test_with_a_run_file_its_checkpoints_are_what_needs_room(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "expected"),
     [
         (["nowhere.toml"], "nowhere.toml"),
-        (["run.slence_s=4"], "silence_s"),
+        (["run.heartbeat_timout_s=4"], "heartbeat_timeout_s"),
         (["--patience", "0"], "--patience 0"),
         (["--workers", "0"], "--workers 0"),
         (["--workers", "5000"], "--workers 5000"),
     ],
 )
-def test_the_callers_mistake_is_one_message_and_exit_code_2(arguments, words, capsys):
+def test_the_callers_mistake_is_one_message_and_exit_code_2(arguments, expected, capsys):
     assert main(["doctor", *arguments]) == 2
     captured = capsys.readouterr()
-    assert words in captured.err
+    assert expected in captured.err
     assert captured.out == ""
 
 

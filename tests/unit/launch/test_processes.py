@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launch.processes import Worker, listening, tail
-from stretto.launch.watch import Patience, run_workers
+from stretto.launch.processes import Worker, catch_signals, read_tail
+from stretto.launch.supervise import LauncherTimeouts, run_workers
 
 FOREVER = "sleep 300"
 
 
-def sh(script, *, rank=0, log=None, env=None, place=""):
-    return Worker(rank, ["sh", "-c", script], env or {}, log, place)
+def sh(script, *, rank=0, log=None, env=None, location=""):
+    return Worker(rank, ["sh", "-c", script], env or {}, log, location)
 
 
 def run(*workers, said=None, grace_s=5.0):
-    patience = Patience(failing_s=grace_s)
-    return run_workers(workers, say=(said if said is not None else []).append, patience=patience)
+    timeouts = LauncherTimeouts(failing_s=grace_s)
+    return run_workers(
+        workers, log_line=(said if said is not None else []).append, timeouts=timeouts
+    )
 
 
 def is_running(pid):
@@ -47,15 +49,15 @@ def await_text(path, within_s=10.0):
     raise AssertionError(f"nothing in {path} after {within_s} s")
 
 
-def test_all_workers_ending_well_is_exit_code_zero():
+def test_the_exit_code_is_zero_if_all_workers_end_with_zero():
     assert run(sh("true"), sh("true", rank=1)).exit_code == 0
 
 
-def test_no_workers_end_well():
+def test_no_workers_at_all_give_exit_code_zero():
     assert run().exit_code == 0
 
 
-def test_a_worker_s_variables_are_added_to_ours(tmp_path, monkeypatch):
+def test_a_worker_s_variables_are_added_to_our_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("STRETTO_TEST_OURS", "kept")
     log = tmp_path / "log"
     run(sh("echo $STRETTO_TEST_OURS $RANK", log=log, env={"RANK": "7"}))
@@ -67,9 +69,9 @@ def test_a_worker_without_a_log_writes_to_our_own_output(capfd):
     assert capfd.readouterr() == ("out\n", "err\n")
 
 
-def test_the_failing_worker_is_named_with_its_place_code_and_last_words(tmp_path):
+def test_the_failed_worker_is_named_with_its_location_code_and_last_output(tmp_path):
     log = tmp_path / "rank-1.log"
-    failing = sh("seq 50; exit 3", rank=1, log=log, place="host 4")
+    failing = sh("seq 50; exit 3", rank=1, log=log, location="host 4")
     outcome = run(sh(FOREVER), failing)
     assert (outcome.exit_code, outcome.failed_rank) == (3, 1)
     last = "\n".join(str(number) for number in range(31, 51))
@@ -96,7 +98,7 @@ def test_the_others_are_asked_to_end_before_they_are_killed(tmp_path):
     assert log.read_text() == "good bye\n"
 
 
-def test_who_does_not_end_on_request_is_killed_after_the_grace_period(tmp_path):
+def test_a_worker_that_ignores_the_request_is_killed_after_the_grace_period(tmp_path):
     ready = tmp_path / "pid"
     deaf = f"trap '' TERM; echo $$ > {ready}; while :; do sleep 0.02; done"
     failing = f"until [ -s {ready} ]; do sleep 0.02; done; exit 1"
@@ -104,7 +106,7 @@ def test_who_does_not_end_on_request_is_killed_after_the_grace_period(tmp_path):
     assert not is_running(int(ready.read_text()))
 
 
-def test_what_a_worker_left_running_is_killed_with_its_group(tmp_path):
+def test_child_processes_of_a_worker_are_killed_with_its_group(tmp_path):
     left = tmp_path / "pid"
     assert run(sh(f"{FOREVER} & echo $! > {left}")).exit_code == 0
     assert await_end(int(left.read_text()))
@@ -118,18 +120,18 @@ def test_a_program_that_does_not_exist_is_an_error_before_anything_starts(tmp_pa
     assert not started.exists()
 
 
-def test_a_signal_that_came_before_the_start_starts_nobody(tmp_path):
+def test_after_a_signal_before_the_start_no_worker_is_started(tmp_path):
     log = tmp_path / "log"
-    with listening() as bell:
+    with catch_signals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
-        outcome = run_workers([sh("true", log=log)], say=lambda _: None, bell=bell)
+        outcome = run_workers([sh("true", log=log)], log_line=lambda _: None, signals=signals)
     assert outcome.exit_code == 128 + signal.SIGTERM
     assert not log.exists()
 
 
-def test_handlers_are_as_before_after_listening():
+def test_catch_signals_restores_the_handlers():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD)]
-    with listening():
+    with catch_signals():
         pass
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD)] == before
 
@@ -137,9 +139,9 @@ def test_handlers_are_as_before_after_listening():
 LAUNCHER = """
 import sys
 from stretto.launch.processes import Worker
-from stretto.launch.watch import run_workers
+from stretto.launch.supervise import run_workers
 worker = Worker(0, ["sh", "-c", sys.argv[1]], {})
-outcome = run_workers([worker], say=lambda line: None)
+outcome = run_workers([worker], log_line=lambda line: None)
 print(outcome.reason)
 sys.exit(outcome.exit_code)
 """
@@ -152,17 +154,17 @@ def start_launcher(script):
 
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "USR1", "USR2"])
-def test_a_signal_to_the_launcher_is_passed_on_and_ends_everything(tmp_path, name):
-    # This worker dies of no signal and saves nothing: it says so with a code of its own.
-    ready, heard = tmp_path / "pid", tmp_path / "heard"
+def test_a_signal_to_the_launcher_is_forwarded_and_ends_everything(tmp_path, name):
+    # The worker catches the signal and ends with an exit code of its own.
+    ready, trapped = tmp_path / "pid", tmp_path / "trapped"
     number = signal.Signals[f"SIG{name}"]
-    trap = f"trap 'echo {name} > {heard}; exit 7' {name}"
+    trap = f"trap 'echo {name} > {trapped}; exit 7' {name}"
     with start_launcher(f"{trap}; echo $$ > {ready}; while :; do sleep 0.02; done") as launcher:
         worker = int(await_text(ready))
         launcher.send_signal(number)
         assert launcher.communicate()[0] == f"ended by {name}; rank 0 ended with exit code 7\n"
     assert launcher.returncode == 128 + number
-    assert heard.read_text() == f"{name}\n"
+    assert trapped.read_text() == f"{name}\n"
     assert not is_running(worker)
 
 
@@ -177,4 +179,4 @@ def test_workers_die_with_a_launcher_that_is_killed(tmp_path):
 def test_the_tail_of_a_long_log_is_its_last_lines(tmp_path):
     log = tmp_path / "log"
     log.write_text("".join(f"line {number}\n" for number in range(100_000)))
-    assert tail(log, num_lines=2) == "line 99998\nline 99999"
+    assert read_tail(log, num_lines=2) == "line 99998\nline 99999"

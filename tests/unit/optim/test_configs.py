@@ -1,4 +1,4 @@
-"""The [optim] tables: what they build, what they refuse, and what they tell."""
+"""The [optim] tables: the optimizers they build, their errors, and the derived rules."""
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ from stretto.optim import (
     Momentum,
     OptimConfig,
     SGDConfig,
-    Trust,
-    derive,
+    TrustRatioOptions,
+    derive_lr_schedule,
     make_optimizer,
 )
 
@@ -58,7 +58,7 @@ def test_decay_all_leaves_one_group(kind):
     assert group.get("adapt", True)
 
 
-def test_some_of_the_parameters_are_told_apart_by_identity():
+def test_a_subset_of_the_parameters_is_split_by_identity():
     model = model_with_norm()
     (group,) = make_optimizer(SGDConfig(), model)([model[1].weight]).param_groups
     assert group["weight_decay"] == 0
@@ -71,8 +71,10 @@ def test_settings_reach_the_optimizer():
     )
     optimizer = make_optimizer(config, model, peak_lr=7.0)(model.parameters())
     group = optimizer.param_groups[0]
-    told = {key: group[key] for key in ("lr", "trust", "eps", "momentum", "order", "ratio_decay")}
-    assert told == {
+    options = {
+        key: group[key] for key in ("lr", "trust", "eps", "momentum", "order", "ratio_decay")
+    }
+    assert options == {
         "lr": 7.0,
         "trust": 0.02,
         "eps": 1e-9,
@@ -108,7 +110,7 @@ BAD = {
         ["warmup=none", "warmup_steps=3"],
         'warmup_steps belongs to warmup = "gradual" or "constant", and warmup is "none"',
     ),
-    "two lengths": (["warmup_steps=3", "warmup_epochs=1"], "both tell its length"),
+    "two lengths": (["warmup_steps=3", "warmup_epochs=1"], "both set the length"),
     "a constant of no length": (["warmup=constant"], "needs warmup_steps or warmup_epochs"),
     "a start of no length": (["warmup_from=0.1"], "warmup_from needs warmup_steps or"),
     "a warm-up that would fall": (
@@ -127,23 +129,23 @@ BAD = {
     ),
     "a correction of what needs none": (
         ["momentum_correction=true"],
-        'momentum_correction mends momentum of the order "inside"; "outside" needs none',
+        'momentum_correction is only for momentum of the order "inside"; "outside" needs none',
     ),
     "a constant of another kind": (["trust=0.1"], "optim.trust = 0.1: unknown key"),
     "another word": (["decay=linear"], 'expected one of "constant", "cosine", "step", "poly"'),
 }
 
 
-@pytest.mark.parametrize(("settings", "words"), BAD.values(), ids=BAD)
-def test_settings_that_cannot_be_together_are_refused_in_the_users_words(settings, words):
+@pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)
+def test_contradicting_settings_are_refused_with_the_keys_of_the_run_file(settings, message):
     with pytest.raises(ConfigError) as caught:
         table(*settings)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_batch_far_below_the_reference_begins_at_its_peak():
+def test_a_batch_far_below_the_reference_starts_at_its_peak():
     config = table("warmup_steps=3", "warmup_from=0.2", "reference_batch=256")
-    derived = derive(config, batch=64, epoch_steps=10, total_steps=90)
+    derived = derive_lr_schedule(config, batch=64, epoch_steps=10, total_steps=90)
     assert [derived.rate_at(step) for step in range(4)] == [0.025] * 4
 
 
@@ -155,7 +157,7 @@ def test_a_table_written_out_with_all_its_defaults_is_read_back(tmp_path):
         assert load(Run, path).config == loaded.config
 
 
-def test_keys_of_the_rate_are_all_that_every_kind_shares_but_for_decay_of_weights():
+def test_rate_keys_are_the_shared_keys_without_those_of_weight_decay():
     keys = SGDConfig.rate_keys()
     assert keys == LARSConfig.rate_keys()
     assert {"lr", "decay", "decay_length", "warmup_from", "for_batch"} <= keys
@@ -165,22 +167,22 @@ def test_keys_of_the_rate_are_all_that_every_kind_shares_but_for_decay_of_weight
 def test_a_decay_inside_the_warm_up_is_refused():
     config = SGDConfig(decay="step", decay_epochs=(2.0,), warmup_epochs=5)
     with pytest.raises(ConfigError, match="epoch 2, which is step 20, inside the warm-up of 50"):
-        derive(config, batch=1, epoch_steps=10, total_steps=100)
+        derive_lr_schedule(config, batch=1, epoch_steps=10, total_steps=100)
 
 
 RECORDS = {
     "momentum too large": (lambda: Momentum(1.0), "below 1"),
     "order": (lambda: Momentum(order="both"), '"inside" or "outside"'),
-    "peak without a rate": (lambda: Trust(ratio_decay="peak"), "needs peak_lr"),
-    "decay of the ratio": (lambda: Trust(ratio_decay="none"), '"plain" or "peak"'),
+    "peak without a rate": (lambda: TrustRatioOptions(ratio_decay="peak"), "needs peak_lr"),
+    "decay of the ratio": (lambda: TrustRatioOptions(ratio_decay="none"), '"plain" or "peak"'),
     "rate": (lambda: SGD([torch.ones(1)], -1.0), "lr -1.0"),
     "decay": (lambda: SGD([torch.ones(1)], 1.0, weight_decay=-1.0), "weight_decay -1.0"),
 }
 
 
-@pytest.mark.parametrize(("build", "words"), RECORDS.values(), ids=RECORDS)
-def test_optimizers_built_by_hand_check_their_numbers(build, words):
-    with pytest.raises(ConfigError, match=words):
+@pytest.mark.parametrize(("build", "message"), RECORDS.values(), ids=RECORDS)
+def test_optimizers_built_by_hand_check_their_numbers(build, message):
+    with pytest.raises(ConfigError, match=message):
         build()
 
 
@@ -216,12 +218,14 @@ def test_a_group_added_later_is_stepped_with_its_own_options():
     assert [float(p.detach()) for p in (first, later)] == pytest.approx([0.9, 0.5])
 
 
-def told(config, batch=8192, epoch_steps=100):
-    derived = derive(config, batch=batch, epoch_steps=epoch_steps, total_steps=90 * epoch_steps)
+def rules_of(config, batch=8192, epoch_steps=100):
+    derived = derive_lr_schedule(
+        config, batch=batch, epoch_steps=epoch_steps, total_steps=90 * epoch_steps
+    )
     return {line.name: (line.value, line.rule) for line in derived.lines()}
 
 
-def test_what_was_derived_is_told_with_its_rules():
+def test_derived_values_are_explained_with_their_rules():
     config = SGDConfig(
         lr=0.1,
         reference_batch=256,
@@ -232,7 +236,7 @@ def test_what_was_derived_is_told_with_its_rules():
         decay="step",
         decay_epochs=(30.0, 60.0, 80.0),
     )
-    lines = told(config)
+    lines = rules_of(config)
     assert lines["lr"] == ("3.2", "0.1 x 8192 / 256, linear scaling")
     assert lines["warm-up"][0] == "500 steps (5 epochs)"
     assert lines["warm-up"][1].startswith("gradual, 0.1 to 3.2")
@@ -241,7 +245,7 @@ def test_what_was_derived_is_told_with_its_rules():
     assert lines["momentum"][0] == "0.9, Nesterov"
 
 
-def test_the_constants_of_lars_are_told():
+def test_the_constants_of_lars_are_explained():
     config = LARSConfig(
         lr=13.0,
         reference_batch=8192,
@@ -258,7 +262,7 @@ def test_the_constants_of_lars_are_told():
         for_batch=8192,
         decay_all=True,
     )
-    lines = told(config, batch=1)
+    lines = rules_of(config, batch=1)
     rule = "13 x sqrt(8192 / 8192), square-root scaling (optim.for_batch)"
     assert lines["lr"] == ("13", rule)
     assert lines["decay"][0] == "power 2.2 over 5200 steps (52 epochs)"
@@ -309,22 +313,22 @@ LENGTHS = {
 
 @pytest.mark.parametrize(("keys", "total", "floor", "length"), LENGTHS.values(), ids=LENGTHS)
 def test_a_run_that_ends_before_its_schedule_says_so(keys, total, floor, length):
-    derived = derive(SGDConfig(**keys), batch=1, epoch_steps=10, total_steps=total)
+    derived = derive_lr_schedule(SGDConfig(**keys), batch=1, epoch_steps=10, total_steps=total)
     rules = {line.name: line.rule for line in derived.lines()}
     assert (rules.get("floor"), rules.get("length")) == (floor, length)
 
 
-def test_a_decay_that_never_begins_is_not_told_as_one():
-    derived = derive(SGDConfig(**CURVE), batch=1, epoch_steps=10, total_steps=3)
+def test_a_decay_that_never_begins_is_reported_as_such():
+    derived = derive_lr_schedule(SGDConfig(**CURVE), batch=1, epoch_steps=10, total_steps=3)
     rules = {line.name: (line.value, line.rule) for line in derived.lines()}
     assert rules["decay"] == ("power 2", "never begins: the run ends first")
 
 
-def test_the_rest_is_told_as_well():
-    assert told(table("kind=adamw"))["betas"] == ("0.9, 0.999", "eps 1e-08")
-    assert "up to 10" in told(LAMBConfig(norm_limit=10.0))["ratio"][1]
-    assert told(SGDConfig(momentum=0))["momentum"] == ("0", "none")
-    waits = SGDConfig(reference_batch=256, scaling="none", warmup="constant", warmup_steps=3)
-    assert told(waits)["lr"][1] == "as set for 256 samples, not scaled"
-    assert told(waits)["warm-up"][1] == "constant at 0.1"
-    assert told(SGDConfig())["warm-up"][0] == told(SGDConfig())["decay"][0] == "none"
+def test_other_settings_are_explained_too():
+    assert rules_of(table("kind=adamw"))["betas"] == ("0.9, 0.999", "eps 1e-08")
+    assert "up to 10" in rules_of(LAMBConfig(norm_limit=10.0))["ratio"][1]
+    assert rules_of(SGDConfig(momentum=0))["momentum"] == ("0", "none")
+    unscaled = SGDConfig(reference_batch=256, scaling="none", warmup="constant", warmup_steps=3)
+    assert rules_of(unscaled)["lr"][1] == "as set for 256 samples, not scaled"
+    assert rules_of(unscaled)["warm-up"][1] == "constant at 0.1"
+    assert rules_of(SGDConfig())["warm-up"][0] == rules_of(SGDConfig())["decay"][0] == "none"

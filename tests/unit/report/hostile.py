@@ -1,4 +1,4 @@
-"""Fifty names that try to act in a page, a terminal or a plotly label."""
+"""Fifty names that try to inject code into a page, a terminal or a plotly label."""
 
 HOSTILE = (
     "<script>alert(1)</script>",

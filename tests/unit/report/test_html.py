@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, and deaf to what runs are called."""
+"""The page of a report is complete, self-contained, and safe from names of runs."""
 
 import base64
 import hashlib
@@ -13,17 +13,17 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from stretto.report.html import render_report, write_report
-from stretto.report.records import RunRecord
+from stretto.report.run_records import RunRecord
 from stretto.telemetry.events import RunStarted
 from stretto.telemetry.timeline import Span, Timeline
+from tests.unit.report.examples import run, step
 from tests.unit.report.hostile import HOSTILE
-from tests.unit.report.made_up import run, step
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background", "formaction"}
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, text by tag, and scripts with their content."""
+    """Parses a page into tags with attributes, text, and scripts with their content."""
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
@@ -54,13 +54,13 @@ class Page(HTMLParser):
 
 
 def without_plotly(text):
-    """Return the page without the five megabytes that are not ours."""
+    """Return the page without the five megabytes of plotly.js."""
     return text.replace(get_plotlyjs(), "")
 
 
 @cache
 def named(name):
-    """Return a page in which everything that can be named is called ``name``."""
+    """Return a page in which everything with a name is called ``name``."""
     hostile = RunRecord(
         name=name,
         events=[RunStarted(name, 1, 1, name, 2, name, 1, 1, name), step(1), step(2)],
@@ -95,7 +95,7 @@ def test_no_figure_carries_a_tag_of_a_hostile_name(name):
     blocks = [text for kind, text in Page(named(name)).scripts if kind == "application/json"]
     assert blocks
     for block in blocks:
-        # What plotly itself is told is ours alone: the end of its hover labels.
+        # The end of plotly's hover labels is the only tag, and it is ours.
         labels = json.dumps(json.loads(block)).replace("<extra></extra>", "")
         assert "<" not in labels
 
@@ -176,7 +176,7 @@ def test_a_loss_that_is_no_number_leaves_a_gap_in_the_figure(loss):
 
 
 @pytest.mark.parametrize("fact", ["Verdict.", "Final loss", "Samples/s", 'kind = "cnn"'])
-def test_the_page_tells_what_a_reader_looks_for(whole_page, fact):
+def test_the_page_has_every_fact(whole_page, fact):
     assert fact in Page(without_plotly(whole_page)).text
 
 

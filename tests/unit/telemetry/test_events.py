@@ -25,13 +25,13 @@ def test_every_event_survives_strict_json(event):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_json_cannot_say_as_number_is_said_as_word(loss):
+def test_nan_and_infinity_become_strings(loss):
     record = to_record(EvalDone(1, 0, loss, None))
     assert record["loss"] == str(loss)
     assert same(from_record(record), EvalDone(1, 0, loss, None))
 
 
-def test_a_record_says_which_event_and_when():
+def test_a_record_has_event_name_and_time():
     record = to_record(EvalDone(1, 0, 0.5, 0.9), time="noon")
     assert (record["event"], record["time"]) == ("eval_done", "noon")
 
@@ -53,6 +53,6 @@ def test_a_field_of_the_wrong_type_is_named():
         from_record({**record, "lr": "fast"})
 
 
-def test_a_key_from_a_later_version_is_left_aside():
+def test_a_key_from_a_later_version_is_ignored():
     record = to_record(EvalDone(1, 0, 0.5, 0.9))
     assert from_record({**record, "colour": "green"}) == EvalDone(1, 0, 0.5, 0.9)

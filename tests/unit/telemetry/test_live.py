@@ -1,4 +1,4 @@
-"""The live picture for a terminal, and when it is not used."""
+"""The live display for a terminal, and when plain lines are used instead."""
 
 import io
 import math
@@ -25,14 +25,14 @@ def terminal_console():
     )
 
 
-def seen(*events):
-    """Return the picture after ``events`` as text without colours."""
+def display_text(*events):
+    """Return the display after ``events`` as text without colours."""
     console = terminal_console()
     live = LiveProgress(console, clock=lambda: 0.0)
     for event in events:
         live(event)
     paper = Console(file=io.StringIO(), width=120, color_system=None, _environ={})
-    paper.print(live.picture())
+    paper.print(live.render())
     live.close()
     return paper.file.getvalue()
 
@@ -40,37 +40,37 @@ def seen(*events):
 @pytest.mark.parametrize(
     "fact", ["shapes", "120/400", "1 min 12 s left", "loss 0.8123", "1,204 samples/s"]
 )
-def test_the_picture_tells_progress_and_speed(fact):
-    assert fact in seen(START, STEP)
+def test_the_display_shows_progress_and_speed(fact):
+    assert fact in display_text(START, STEP)
 
 
 @pytest.mark.parametrize("share", ["compute 75%", "communication 20%", "data 5%"])
-def test_the_picture_tells_where_the_time_goes(share):
-    assert share in seen(START, STEP)
+def test_the_display_shows_the_time_shares(share):
+    assert share in display_text(START, STEP)
 
 
-def test_the_last_evaluation_stands_in_the_picture():
-    told = seen(START, EvalDone(50, 0, 0.9, 0.5), EvalDone(100, 1, 0.7, 0.831))
-    assert "last evaluation: step 100, loss 0.7000, accuracy 83.1%" in told
-    assert "step 50" not in told
+def test_the_display_shows_the_last_evaluation():
+    text = display_text(START, EvalDone(50, 0, 0.9, 0.5), EvalDone(100, 1, 0.7, 0.831))
+    assert "last evaluation: step 100, loss 0.7000, accuracy 83.1%" in text
+    assert "step 50" not in text
 
 
-def test_the_last_checkpoint_stands_in_the_picture():
-    assert "last checkpoint: step 100, 2 MB" in seen(
+def test_the_display_shows_the_last_checkpoint():
+    assert "last checkpoint: step 100, 2 MB" in display_text(
         START, CheckpointSaved(100, "runs/a", 2_000_000, 0.5)
     )
 
 
-def test_numbers_that_are_none_do_not_break_the_picture():
+def test_nan_and_infinity_do_not_break_the_display():
     broken = StepDone(1, 0, math.nan, 0.1, math.nan, 0.1, math.nan, math.inf, -1.0, math.inf)
-    assert "unknown left" in seen(START, broken)
+    assert "unknown left" in display_text(START, broken)
 
 
 @pytest.mark.parametrize(("share", "cells"), [(0.5, 20), (math.nan, 0), (-1.0, 0), (7.0, 40)])
-def test_a_share_takes_as_much_room_as_it_has_time(share, cells):
+def test_the_bar_of_a_share_has_a_proportional_width(share, cells):
     live = LiveProgress(terminal_console())
     live(StepDone(1, 0, 1.0, 0.1, 1.0, 0.1, share, 0.0, 0.0, 1.0))
-    _, strip = live.picture().renderables
+    _, strip = live.render().renderables
     in_strip = [part for part in strip.spans if part.style == "on blue" and part.start < 40]
     assert sum(part.end - part.start for part in in_strip) == cells
 
@@ -78,7 +78,7 @@ def test_a_share_takes_as_much_room_as_it_has_time(share, cells):
 @pytest.mark.parametrize("name", ["[red]x[/red]", "[/]", "[link=file:///etc]x[/link]"])
 def test_square_brackets_in_a_run_name_are_not_read_as_markup(name):
     start = RunStarted(name, 1, 1, "allreduce", 4, "cnn", 10, 1, name)
-    assert name in seen(start, STEP)
+    assert name in display_text(start, STEP)
 
 
 def test_an_escape_in_a_run_name_does_not_reach_the_terminal():
@@ -91,7 +91,7 @@ def test_an_escape_in_a_run_name_does_not_reach_the_terminal():
     assert "\x1b[8m" not in written
 
 
-def test_pictures_closer_than_a_tenth_of_a_second_are_skipped():
+def test_redraws_within_a_tenth_of_a_second_are_skipped():
     now = [0.0]
     console = terminal_console()
     live = LiveProgress(console, clock=lambda: now[0])
@@ -106,7 +106,7 @@ def test_pictures_closer_than_a_tenth_of_a_second_are_skipped():
     assert drawn_at_start == drawn_too_soon < drawn_later
 
 
-def test_the_cursor_comes_back_when_the_run_ends():
+def test_the_cursor_is_restored_when_the_run_ends():
     console = terminal_console()
     live = LiveProgress(console)
     live(START)
@@ -139,7 +139,7 @@ def test_a_stream_that_is_no_terminal_gets_plain_lines():
     assert isinstance(console_sink(io.StringIO()), PlainLines)
 
 
-def test_a_terminal_gets_the_live_picture(monkeypatch):
+def test_a_terminal_gets_the_live_display(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     assert isinstance(console_sink(Terminal()), LiveProgress)
 

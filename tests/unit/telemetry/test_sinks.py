@@ -9,7 +9,13 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.telemetry.events import EvalDone, RunStarted, StepDone
-from stretto.telemetry.sinks import JsonLines, PlainLines, fan_out, read_events, read_stamped
+from stretto.telemetry.sinks import (
+    JsonLines,
+    PlainLines,
+    fan_out,
+    read_events,
+    read_timestamped_events,
+)
 
 FIRST, SECOND = EvalDone(1, 0, 0.5, 0.9), EvalDone(2, 0, 0.4, None)
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -32,7 +38,7 @@ def test_what_is_written_is_read_back_in_order(path):
     assert read_events(path) == [FIRST, SECOND]
 
 
-def test_a_line_is_on_its_way_before_the_call_ends(path):
+def test_a_line_is_flushed_before_the_call_returns(path):
     sink = JsonLines(path, append=False)
     sink(FIRST)
     read_before_closing = read_events(path)
@@ -40,28 +46,28 @@ def test_a_line_is_on_its_way_before_the_call_ends(path):
     assert read_before_closing == [FIRST]
 
 
-def test_the_time_of_keeping_is_kept(path):
+def test_the_time_of_writing_is_read_back(path):
     write(path, FIRST, append=False)
-    assert [stamped.time for stamped in read_stamped(path)] == [NOON]
+    assert [stamped.time for stamped in read_timestamped_events(path)] == [NOON]
 
 
-def test_a_loss_that_is_no_number_leaves_the_line_valid_json(path):
+def test_a_nan_loss_leaves_the_line_valid_json(path):
     write(path, EvalDone(1, 0, math.nan, math.inf), append=False)
 
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
 
     json.loads(path.read_text(), parse_constant=refuse)
     assert math.isnan(read_events(path)[0].loss)
 
 
-def test_appending_keeps_what_was_there(path):
+def test_appending_keeps_earlier_events(path):
     write(path, FIRST, append=False)
     write(path, SECOND, append=True)
     assert read_events(path) == [FIRST, SECOND]
 
 
-def test_not_appending_begins_anew(path):
+def test_not_appending_replaces_the_file(path):
     write(path, FIRST, append=False)
     write(path, SECOND, append=False)
     assert read_events(path) == [SECOND]
@@ -75,13 +81,13 @@ def every_torn_end(tmp_path):
     return [content[:length] for length in range(first_line, len(content))]
 
 
-def test_a_line_torn_anywhere_is_left_out_by_the_reader(tmp_path):
+def test_a_partial_last_line_is_ignored_by_the_reader(tmp_path):
     for torn in every_torn_end(tmp_path):
         (tmp_path / "torn.jsonl").write_bytes(torn)
         assert read_events(tmp_path / "torn.jsonl") in ([FIRST], [FIRST, SECOND])
 
 
-def test_appending_after_a_tear_leaves_only_valid_lines(tmp_path):
+def test_appending_after_a_partial_line_leaves_only_valid_lines(tmp_path):
     path = tmp_path / "torn.jsonl"
     for torn in every_torn_end(tmp_path):
         path.write_bytes(torn)
@@ -107,7 +113,7 @@ def test_damage_in_the_middle_is_an_error_that_names_the_line(path, damage):
         read_events(path)
 
 
-def test_plain_lines_know_the_length_of_the_run():
+def test_plain_lines_show_the_length_of_the_run():
     stream = io.StringIO()
     sink = PlainLines(stream)
     sink(RunStarted("r", 1, 1, "allreduce", 400, "cnn", 10, 1, ""))
@@ -121,13 +127,13 @@ def test_closing_plain_lines_leaves_the_stream_to_its_owner():
     assert not stream.closed
 
 
-def test_a_name_the_stream_cannot_carry_does_not_stop_the_run():
+def test_a_name_outside_the_stream_encoding_is_escaped():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     PlainLines(stream)(RunStarted("\u03b1", 1, 1, "allreduce", 4, "cnn", 10, 1, ""))
     assert b"run \\u03b1 |" in stream.buffer.getvalue()
 
 
-class Remembering:
+class RecordingSink:
     def __init__(self, fails=False):
         self.events, self.closed, self.fails = [], False, fails
 
@@ -141,16 +147,16 @@ class Remembering:
 
 
 def test_fan_out_passes_each_event_to_each_sink():
-    sinks = [Remembering(), Remembering()]
-    together = fan_out(sinks)
-    together(FIRST)
-    together(SECOND)
+    sinks = [RecordingSink(), RecordingSink()]
+    combined = fan_out(sinks)
+    combined(FIRST)
+    combined(SECOND)
     assert [sink.events for sink in sinks] == [[FIRST, SECOND]] * 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_a_sink_that_fails_to_close_does_not_keep_the_others_open(failing):
-    sinks = [Remembering(fails=i == failing) for i in range(3)]
+    sinks = [RecordingSink(fails=i == failing) for i in range(3)]
     with pytest.raises(OSError, match="disk gone"):
         fan_out(sinks).close()
     assert all(sink.closed for sink in sinks)

@@ -38,12 +38,12 @@ timelines = st.dictionaries(st.integers(0, 10_000), spans, max_size=4).map(
 )
 
 
-def ticking():
+def counting_clock():
     return map(float, count()).__next__
 
 
-def grid_span(cells, lane="compute"):
-    return Span("work", lane, float(min(cells)), float(max(cells)))
+def grid_span(interval, lane="compute"):
+    return Span("work", lane, float(min(interval)), float(max(interval)))
 
 
 intervals = st.tuples(st.integers(0, 30), st.integers(0, 30))
@@ -82,7 +82,7 @@ def test_two_timelines_of_one_rank_are_refused():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"traceEvents": [{"ph": "X"}]}'])
-def test_a_file_that_is_no_trace_is_named_in_the_error(tmp_path, text):
+def test_a_file_that_is_not_a_trace_is_named_in_the_error(tmp_path, text):
     path = tmp_path / "broken.json"
     path.write_text(text)
     with pytest.raises(StrettoError, match=r"broken\.json"):
@@ -118,22 +118,22 @@ def test_exposed_is_communication_outside_of_compute(compute, comm):
     assert exposed == len(cells_covered(comm) - cells_covered(compute))
 
 
-def test_a_recorded_span_carries_what_it_was_given():
-    recorder = Recorder(2, clock=ticking())
+def test_a_recorded_span_has_name_lane_step_and_bytes():
+    recorder = Recorder(2, clock=counting_clock())
     with recorder.span("all-reduce", "comm", step=7, num_bytes=64):
         pass
     assert recorder.timeline() == Timeline(2, (Span("all-reduce", "comm", 0.0, 1.0, 7, 64),))
 
 
-def test_a_span_whose_body_fails_is_recorded_all_the_same():
-    recorder = Recorder(0, clock=ticking())
+def test_a_span_whose_body_raises_is_recorded():
+    recorder = Recorder(0, clock=counting_clock())
     with pytest.raises(ZeroDivisionError), recorder.span("forward", "compute"):
         1 / 0  # noqa: B018
     assert [span.name for span in recorder.timeline().spans] == ["forward"]
 
 
 def test_the_recorder_keeps_the_latest_and_counts_the_dropped():
-    recorder = Recorder(0, keep=3)
+    recorder = Recorder(0, max_spans=3)
     for step in range(5):
         recorder.add(Span("s", "compute", 0.0, 1.0, step))
     kept = [span.step for span in recorder.timeline().spans]

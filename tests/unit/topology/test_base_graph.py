@@ -3,8 +3,8 @@ import math
 import pytest
 
 from stretto.errors import ConfigError
+from stretto.topology.analysis import round_lines
 from stretto.topology.base_graph import base_graph, simple_base_graph
-from stretto.topology.draw import lines
 
 LENGTHS = {3: (3, 3), 5: (5, 5), 6: (5, 4), 7: (5, 5), 10: (7, 6), 12: (7, 5), 24: (9, 6)}
 LENGTHS |= {25: (9, 9), 48: (11, 7), 60: (11, 9), 8: (3, 3), 1: (1, 1)}
@@ -23,36 +23,36 @@ def test_a_period_is_within_the_bound_of_the_paper(k):
         assert full <= simple <= bound + 1e-9
 
 
-def test_three_ranks_average_two_then_turn_to_the_third():
-    # 3 = 2 + 1. Rank 2 moves two thirds towards rank 0, who moves as far towards it.
+def test_of_three_ranks_two_average_and_then_exchange_with_the_third():
+    # 3 = 2 + 1. In round 1, ranks 0 and 2 give each other's value the weight 2/3.
     topology = simple_base_graph()
-    assert lines(topology, 3) == ["0-1", "0-2", "0-1"]
+    assert round_lines(topology, 3) == ["0-1", "0-2", "0-1"]
     assert topology(2, 3, 1).receives == ((0, pytest.approx(2 / 3)),)
-    assert topology(0, 3, 1).own == pytest.approx(1 / 3)
+    assert topology(0, 3, 1).self_weight == pytest.approx(1 / 3)
 
 
 def test_six_ranks_are_two_blocks_of_three_and_then_pairs():
-    assert lines(base_graph(), 6) == ["0-1 3-4", "0-2 3-5", "0-1 3-4", "0-3 1-4 2-5"]
+    assert round_lines(base_graph(), 6) == ["0-1 3-4", "0-2 3-5", "0-1 3-4", "0-3 1-4 2-5"]
 
 
-def test_a_rank_of_the_rest_turns_to_each_copy_of_a_part():
-    # k = 2, 7 = 2 x 3 + 1: rank 6 meets one of ranks 0 to 2 and one of 3 to 5.
+def test_a_rank_of_the_rest_exchanges_with_each_copy_of_a_part():
+    # k = 2, 7 = 2 x 3 + 1: rank 6 exchanges with one of ranks 0 to 2 and one of 3 to 5.
     topology = simple_base_graph(2)
     assert topology(6, 7, 2).sends == ((0, pytest.approx(3 / 7)), (3, pytest.approx(3 / 7)))
 
 
-def test_nobody_is_idle_who_has_somebody_to_talk_to():
-    # k = 2, 11 = 9 + 2: ranks 9 and 10 meet 0 and 1; meanwhile 2 to 7 average by threes, and 8 is
-    # left over. While nine ranks are a cube again, 9 and 10 go on among themselves.
+def test_ranks_without_a_counterpart_average_among_themselves():
+    # k = 2, 11 = 9 + 2: ranks 9 and 10 exchange with 0 and 1. Meanwhile ranks 2 to 7 average by
+    # threes, and 8 has no peer. While nine ranks run a cube again, 9 and 10 average repeatedly.
     first, second = (
         "0-1 0-2 1-2 3-4 3-5 4-5 6-7 6-8 7-8 9-10",
         "0-3 0-6 1-4 1-7 2-5 2-8 3-6 4-7 5-8 9-10",
     )
-    turning = "0-9 1-10 2-3 2-4 3-4 5-6 5-7 6-7"
-    assert lines(simple_base_graph(2), 11) == [first, second, turning, first, second]
+    between_parts = "0-9 1-10 2-3 2-4 3-4 5-6 5-7 6-7"
+    assert round_lines(simple_base_graph(2), 11) == [first, second, between_parts, first, second]
 
 
-def test_thousands_of_ranks_are_asked_one_by_one():
+def test_one_rank_of_thousands_is_computed_alone():
     peers = base_graph(3)(9_998, 9_999, 5)
     assert 0 < len(peers.sends) <= 3
 

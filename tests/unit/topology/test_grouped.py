@@ -2,20 +2,19 @@ import networkx as nx
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.topology.circulant import ring
-from stretto.topology.custom import of_graph
-from stretto.topology.exponential import one_peer_exponential
-from stretto.topology.grouped import grouped, members
-from stretto.topology.hypercube import hypercube
+from stretto.topology.analysis import topology_from_graph
+from stretto.topology.base_graph import hypercube
+from stretto.topology.mixing import grouped, ranks_of_group
+from stretto.topology.simple_graphs import one_peer_exponential, ring
 
 
-def test_groups_are_ranks_in_a_row():
-    assert [list(members(group, 3)) for group in range(2)] == [[0, 1, 2], [3, 4, 5]]
+def test_groups_are_consecutive_ranks():
+    assert [list(ranks_of_group(group, 3)) for group in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_rank_hears_its_own_group_and_all_of_those_that_its_group_hears():
-    peers = grouped(one_peer_exponential(), 3)(2, 6)  # group 1 hears group 0
-    assert peers.own == 0.25
+def test_a_rank_averages_its_group_and_the_groups_that_send_to_it():
+    peers = grouped(one_peer_exponential(), 3)(2, 6)  # group 1 receives from group 0
+    assert peers.self_weight == 0.25
     assert sorted(peers.receives) == [(0, 0.25), (1, 0.25), (3, 0.25)]
     assert sorted(edge.rank for edge in peers.sends) == [3, 4, 5]
 
@@ -25,7 +24,7 @@ def test_the_period_is_that_of_the_groups():
 
 
 def test_groups_of_a_graph_that_is_not_balanced_are_not_balanced_either():
-    uneven = of_graph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+    uneven = topology_from_graph(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
     assert not grouped(uneven, 3).doubly_stochastic
 
 
@@ -42,7 +41,7 @@ def test_more_groups_than_ranks_are_refused():
         grouped(ring(), 2).check(1)
 
 
-def test_what_the_topology_between_groups_refuses_is_refused():
+def test_a_number_of_groups_that_the_topology_refuses_is_refused():
     message = "^hypercube between 6 groups: needs a power of two: 4 or 8, not 6$"
     with pytest.raises(ConfigError, match=message):
         grouped(hypercube(), 6).check(12)

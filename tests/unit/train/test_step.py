@@ -1,11 +1,11 @@
-"""One step's forward: what batch norm cannot learn from is said in our words, other errors stay."""
+"""Forward of a step: a clear error for batches too small for batch norm; other errors unchanged."""
 
 import pytest
 from torch import nn
 
 from stretto.cli.main import main
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local import run_local
+from stretto.comm.local_transports import run_threads
 from stretto.config import load
 from stretto.errors import StrettoError
 from stretto.run import RunConfig, assemble, prepare
@@ -22,7 +22,7 @@ SETTINGS = [
 
 
 class Odd(nn.Module):
-    """Fails in training by an error that has nothing to do with batch norm."""
+    """Fails in training with an error unrelated to batch norm."""
 
     def forward(self, x):
         if self.training:
@@ -39,10 +39,10 @@ def odd():
     return flat(Odd())
 
 
-def on_rank(channel, folder, *settings, first_step=0):
+def on_rank(transport, folder, *settings, first_step=0):
     loaded = load(RunConfig, None, [*SETTINGS, f"run.folder={folder}", *settings])
-    world = World(channel.rank, Mesh((channel.size,)))
-    parts = assemble(loaded, prepare(loaded.config), world, channel, lambda event: None)
+    world = World(transport.rank, Mesh((transport.size,)))
+    parts = assemble(loaded, prepare(loaded.config), world, transport, lambda event: None)
     try:
         train(parts, first_step)
     finally:
@@ -81,16 +81,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("size", "first_step", "settings", "words"), CASES.values(), ids=CASES)
-def test_one_sample_under_batch_norm_is_refused(size, first_step, settings, words, tmp_path):
+@pytest.mark.parametrize(("size", "first_step", "settings", "message"), CASES.values(), ids=CASES)
+def test_a_single_sample_with_batch_norm_is_refused(size, first_step, settings, message, tmp_path):
     with pytest.raises(StrettoError) as caught:
-        run_local(size, lambda c: on_rank(c, tmp_path, *settings, first_step=first_step))
-    assert str(caught.value).startswith(words)
+        run_threads(size, lambda c: on_rank(c, tmp_path, *settings, first_step=first_step))
+    assert str(caught.value).startswith(message)
 
 
-def test_other_errors_of_a_model_stay_what_they_are(tmp_path):
+def test_other_errors_of_a_model_are_unchanged(tmp_path):
     with pytest.raises(ValueError, match="odd"):
-        run_local(1, lambda channel: on_rank(channel, tmp_path, f"model.target={__name__}:odd"))
+        run_threads(
+            1, lambda transport: on_rank(transport, tmp_path, f"model.target={__name__}:odd")
+        )
 
 
 def test_the_command_ends_with_one_message(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
-"""Folders of image files: listed, decoded by helper processes, cached, augmented."""
+"""Image folders: list the files, decode them in helper processes, cache and augment the images."""
 
 from stretto.data.images.config import ImagesConfig
-from stretto.data.images.source import Images
+from stretto.data.images.image_folder import ImageFolder
 
-__all__ = ["Images", "ImagesConfig"]
+__all__ = ["ImageFolder", "ImagesConfig"]

@@ -1,4 +1,4 @@
-"""Small image folders for tests: the colour of an image says which one it is."""
+"""Small image folders for tests: the colour of an image encodes its number."""
 
 import struct
 import zlib
@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from stretto.data import Place
+from stretto.data import HostContext
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 """Settings under which an input is its pixel divided by 255."""
 
 
 def jpeg(number: int = 0, width: int = 24, height: int = 20) -> bytes:
-    """Return an image of one colour; up to 256 numbers can be told apart."""
+    """Return an image of one colour; 256 numbers are distinguishable."""
     colour = (number % 16 * 16 + 8, number // 16 * 16 + 8, 128)
     return encoded(Image.new("RGB", (width, height), colour), "JPEG")
 
@@ -32,14 +32,14 @@ def noise(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def numbers(inputs) -> list[int]:
-    """Return which images ``inputs`` shows, undone from the colour of each centre."""
+    """Return the numbers of the images in ``inputs``, decoded from the colour of each centre."""
     middle = inputs.shape[-1] // 2
     red, green = (inputs[:, c, middle, middle].mul(255 / 16).int() for c in (0, 1))
     return (red + 16 * green).tolist()
 
 
 def huge_jpeg() -> bytes:
-    """Return a JPEG whose header promises 60000 x 60000 pixels."""
+    """Return a JPEG whose header claims 60000 x 60000 pixels."""
     whole = bytearray(jpeg())
     frame = whole.index(b"\xff\xc0")
     whole[frame + 5 : frame + 9] = struct.pack(">HH", 60000, 60000)
@@ -73,7 +73,7 @@ def fill(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def data_folder(root: Path, num_train: int = 12, num_test: int = 4) -> Path:
-    """Make a data set of two classes; image i of a split shows number i."""
+    """Make a data set of two classes; image i of a split has number i."""
     files = {
         f"{split}/{'ab'[2 * i // count]}/{i:03}.jpg": jpeg(i)
         for split, count in (("train", num_train), ("test", num_test))
@@ -82,5 +82,5 @@ def data_folder(root: Path, num_train: int = 12, num_test: int = 4) -> Path:
     return fill(root, files)
 
 
-def alone(key: str = "run") -> Place:
-    return Place(0, 1, key, meet=lambda: None)
+def single_rank(key: str = "run") -> HostContext:
+    return HostContext(0, 1, key, barrier=lambda: None)

@@ -4,11 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from stretto.data.images.area import TRIES, _power, draw_boxes
-from stretto.data.images.augment import Augment
-from stretto.data.images.config import ImagesConfig
+from stretto.data.images.augment import MAX_TRIES, Augment, draw_boxes, exact_power
+from stretto.data.images.config import Form, ImagesConfig, image_sizes, write_row
 from stretto.data.images.decoder import EXTENT
-from stretto.data.images.form import Form, extents, put
 from tests.unit.data.images.pictures import PLAIN, noise
 
 SIZE = 16
@@ -22,13 +20,13 @@ def augment(**settings):
 def rows(*images, side=30):
     stored = np.empty((len(images), *Form(side, is_whole=True).shape), dtype=np.uint8)
     for row, image in zip(stored, images, strict=True):
-        put(row, EXTENT.pack(*image.size) + image.tobytes())
+        write_row(row, EXTENT.pack(*image.size) + image.tobytes())
     return stored
 
 
 def boxes(count, width, height, *, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), seed=0):
     """Return width, height, left and top of crops of ``count`` images of one size."""
-    draws = np.random.default_rng(seed).random((count, 2 + 2 * TRIES))
+    draws = np.random.default_rng(seed).random((count, 2 + 2 * MAX_TRIES))
     drawn = draw_boxes(draws, np.tile([width, height], (count, 1)), area, aspect)
     left, top, right, bottom = drawn.T
     return right - left, bottom - top, left, top
@@ -41,7 +39,7 @@ def boxes(count, width, height, *, area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), seed
     area=st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)).map(sorted),
     aspect=st.tuples(st.floats(0.2, 5), st.floats(0.2, 5)).map(sorted),
 )
-def test_a_crop_is_inside_and_within_bounds_or_the_largest_at_the_centre(
+def test_a_crop_is_inside_the_image_and_within_the_bounds_or_is_the_largest_at_the_centre(
     width, height, area, aspect
 ):
     w, h, left, top = boxes(50, width, height, area=area, aspect=aspect)
@@ -57,7 +55,7 @@ def test_a_crop_is_inside_and_within_bounds_or_the_largest_at_the_centre(
     assert (allowed | (touches & central)).all()
 
 
-def test_areas_and_positions_are_uniform_and_aspects_in_their_logarithm():
+def test_areas_and_positions_are_uniform_and_aspects_log_uniform():
     w, h, left, top = boxes(20_000, 400, 400, area=(0.1, 0.5))  # any of these fits
     uniform = {
         "area": (w * h / 400**2 - 0.1) / 0.4,
@@ -72,17 +70,17 @@ def test_areas_and_positions_are_uniform_and_aspects_in_their_logarithm():
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 100), (100, 1000)])
-def test_where_nothing_fits_the_largest_at_the_centre_is_taken(width, height):
+def test_if_no_try_fits_the_largest_crop_at_the_centre_is_used(width, height):
     w, h, left, top = boxes(20, width, height, area=(0.9, 1.0))
     long = 100 * 4 / 3
     assert np.maximum(w, h) == pytest.approx(np.full(20, long))
     assert np.maximum(left, top) == pytest.approx(np.full(20, (1000 - long) / 2))
 
 
-def test_powers_by_square_roots_are_powers():
+def test_exact_powers_equal_powers():
     exponents = np.linspace(0, 1, 1001)[:-1]
     for base in (1.0, 16 / 9, 100.0):
-        assert _power(base, exponents) == pytest.approx(base**exponents, rel=1e-6)
+        assert exact_power(base, exponents) == pytest.approx(base**exponents, rel=1e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -91,19 +89,19 @@ def test_a_sample_has_the_same_bits_in_every_batch(epoch, indices):
     images = [noise(30, 30), noise(29, 17), noise(8, 31), noise(1, 1)]
     transform, stored, picked = augment(), rows(*images), np.array(indices)
     together = transform(stored[picked], picked, epoch)
-    alone = [transform(stored[[i]], np.array([i]), epoch)[0] for i in indices]
-    assert np.array_equal(together, np.stack(alone))
+    single = [transform(stored[[i]], np.array([i]), epoch)[0] for i in indices]
+    assert np.array_equal(together, np.stack(single))
 
 
 @pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 1}], ids=["epoch", "seed"])
-def test_another_epoch_or_seed_cuts_differently(other):
+def test_another_epoch_or_seed_gives_other_crops(other):
     stored, indices = rows(*[noise(30, 20)] * 8), np.arange(8)
     first = augment()(stored, indices, 0)
     second = augment(seed=other.get("seed", 0))(stored, indices, other.get("epoch", 0))
     assert (first != second).any(axis=(1, 2, 3)).all()
 
 
-def test_plain_epochs_show_the_whole_of_a_square_and_the_centre_of_the_others():
+def test_plain_epochs_use_whole_squares_and_the_centre_of_other_images():
     images = [Image.linear_gradient("L").resize(s).convert("RGB") for s in ((24, 24), (36, 24))]
     stored, transform = rows(*images), augment(plain_from_epoch=3)
     whole = [
@@ -124,7 +122,7 @@ def test_about_half_of_the_samples_are_mirrored():
     assert 150 < mirrored.sum() < 250
 
 
-def test_scaling_down_averages():
+def test_shrinking_averages_pixels():
     checks = (np.indices((30, 30)).sum(axis=0) % 2 * 255).astype(np.uint8)
     board = Image.fromarray(np.repeat(checks[..., None], 3, axis=2))
     transform = augment(size=8, area=(0.9, 1.0), aspect=(1.0, 1.0))
@@ -132,10 +130,10 @@ def test_scaling_down_averages():
     assert shown == pytest.approx(np.full(shown.shape, 0.5), abs=0.1)
 
 
-def test_what_an_image_leaves_of_a_row_is_0_whatever_was_there():
+def test_the_rest_of_a_row_is_filled_with_0():
     row = np.full(Form(30, is_whole=True).shape, 9, dtype=np.uint8)
-    put(row, EXTENT.pack(2, 1) + b"abcdef")
-    assert np.array_equal(extents(row[None]), [[2, 1]])
+    write_row(row, EXTENT.pack(2, 1) + b"abcdef")
+    assert np.array_equal(image_sizes(row[None]), [[2, 1]])
     assert row[8:14].tobytes() == b"abcdef"
     assert not row[14:].any()
 

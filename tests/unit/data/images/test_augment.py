@@ -37,13 +37,13 @@ def test_a_sample_has_the_same_bits_in_every_batch(mode, epoch, indices, seed):
     transform, stored = augment(mode, seed=seed, store=20), squares(31, 20)
     picked = np.array(indices)
     together = transform(stored[picked], picked, epoch)
-    alone = [transform(stored[[i]], np.array([i]), epoch)[0] for i in indices]
-    assert np.array_equal(together, np.stack(alone))
+    single = [transform(stored[[i]], np.array([i]), epoch)[0] for i in indices]
+    assert np.array_equal(together, np.stack(single))
 
 
 @pytest.mark.parametrize("mode", ["flip", "pad_crop", "crop"])
 @pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 1}], ids=["epoch", "seed"])
-def test_another_epoch_or_seed_shows_samples_differently(mode, other):
+def test_another_epoch_or_seed_augments_samples_differently(mode, other):
     stored, indices = squares(16, 20), np.arange(16)
     first = augment(mode, store=20)(stored, indices, 0)
     second = augment(mode, store=20, seed=other.get("seed", 0))(
@@ -60,7 +60,7 @@ def test_evaluation_takes_the_centre_in_every_epoch(mode):
         assert np.array_equal(shown, as_floats(stored[:, 2:18, 2:18]))
 
 
-def test_none_leaves_a_stored_square_as_it_is():
+def test_none_does_not_change_a_stored_square():
     stored = squares(5, 16)
     assert np.array_equal(augment("none")(stored, np.arange(5), 3), as_floats(stored))
 
@@ -74,26 +74,26 @@ def test_flip_mirrors_about_half_of_the_samples():
     assert 150 < mirrored.sum() < 250
 
 
-def test_crop_takes_every_window_of_the_stored_square():
+def test_crop_uses_every_window_of_the_stored_square():
     stored = np.repeat(squares(1, 18), 400, axis=0)
     shown = augment("crop", store=18)(stored, np.arange(400), 0)
     expected = windows(stored[0], 16).reshape(9, 3, 16, 16).astype(np.float32)
     both_ways = np.concatenate([expected, expected[..., ::-1]]) * np.float32(1 / 255)
     seen = [np.flatnonzero((both_ways == image).all(axis=(1, 2, 3))) for image in shown]
-    assert {int(place) for (place,) in seen} == set(range(18))
+    assert {int(corner) for (corner,) in seen} == set(range(18))
 
 
-def test_pad_crop_takes_windows_of_the_square_reflected_at_its_edges():
+def test_pad_crop_uses_windows_of_the_reflected_square():
     stored = np.repeat(squares(1, 16), 800, axis=0)
     shown = augment("pad_crop")(stored, np.arange(800), 0)
     padded = np.pad(stored[0], ((2, 2), (2, 2), (0, 0)), mode="reflect")
     expected = windows(padded, 16).reshape(25, 3, 16, 16).astype(np.float32)
     both_ways = np.concatenate([expected, expected[..., ::-1]]) * np.float32(1 / 255)
     seen = [np.flatnonzero((both_ways == image).all(axis=(1, 2, 3))) for image in shown]
-    assert {int(place) for (place,) in seen} == set(range(50))
+    assert {int(corner) for (corner,) in seen} == set(range(50))
 
 
-def test_colours_are_normalised_one_by_one():
+def test_each_colour_is_normalised():
     stored = squares(3, 16)
     mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
     shown = augment("none", mean=mean, std=std)(stored, np.arange(3), 0)

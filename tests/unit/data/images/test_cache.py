@@ -3,21 +3,23 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from stretto.data.images import cache as module
-from stretto.data.images.cache import Demand, open_in_folder, open_in_memory
+from stretto.data.images.cache import CacheSpec, open_folder_cache, open_memory_cache
 from stretto.errors import ConfigError
 
 SIDE = 8
 ROW = 8 + 3 * SIDE**2
 
 
-def demand(num_samples=10, limit=None, fraction=1.0):
-    return Demand((SIDE, SIDE, 3), num_samples, fraction, limit)
+def cache_spec(num_samples=10, limit=None, fraction=1.0):
+    return CacheSpec((SIDE, SIDE, 3), num_samples, fraction, limit)
 
 
 def images(count):
@@ -25,8 +27,8 @@ def images(count):
 
 
 def read(cache, indices):
-    into = np.zeros((len(indices), SIDE, SIDE, 3), dtype=np.uint8)
-    return cache.read(np.array(indices), into), into
+    out = np.zeros((len(indices), SIDE, SIDE, 3), dtype=np.uint8)
+    return cache.read(np.array(indices), out), out
 
 
 def files(folder):
@@ -39,10 +41,10 @@ def names(folder):
 
 @pytest.fixture
 def cache(tmp_path):
-    return open_in_folder(tmp_path, "train", "1", demand())
+    return open_folder_cache(tmp_path, "train", "1", cache_spec())
 
 
-def test_what_was_written_is_found_and_nothing_else(cache):
+def test_only_written_rows_are_found(cache):
     shown = images(10)
     for index in (3, 7):
         cache.write(index, shown[index])
@@ -64,16 +66,19 @@ def test_a_row_with_one_flipped_bit_is_not_found(tmp_path, cache, offset):
     assert read(cache, [0, 1, 2])[0].tolist() == [True, False, True]
 
 
-def test_a_row_in_another_rows_place_is_not_found(tmp_path, cache):
+def test_a_row_copied_to_another_index_is_not_found(tmp_path, cache):
     cache.write(0, images(1)[0])
     (path,) = files(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[:ROW] * 2 + content[2 * ROW :])
-    assert read(open_in_folder(tmp_path, "train", "1", demand()), [0, 1])[0].tolist() == [1, 0]
+    assert read(open_folder_cache(tmp_path, "train", "1", cache_spec()), [0, 1])[0].tolist() == [
+        1,
+        0,
+    ]
 
 
-def test_two_that_open_it_share_it(tmp_path, cache):
-    other = open_in_folder(tmp_path, "train", "1", demand())
+def test_two_caches_on_one_file_share_their_rows(tmp_path, cache):
+    other = open_folder_cache(tmp_path, "train", "1", cache_spec())
     other.write(4, images(1)[0])
     assert read(cache, [4])[0].all()
 
@@ -81,7 +86,9 @@ def test_two_that_open_it_share_it(tmp_path, cache):
 @pytest.mark.parametrize("limit", [0.5, ROW - 1, ROW, 3.5 * ROW, 10 * ROW, 10**9])
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 def test_the_file_stays_below_its_limit(tmp_path, limit, fraction):
-    cache = open_in_folder(tmp_path, "train", "1", demand(limit=int(limit), fraction=fraction))
+    cache = open_folder_cache(
+        tmp_path, "train", "1", cache_spec(limit=int(limit), fraction=fraction)
+    )
     for index, image in enumerate(images(10)):
         cache.write(index, image)
     (path,) = files(tmp_path)
@@ -90,102 +97,112 @@ def test_the_file_stays_below_its_limit(tmp_path, limit, fraction):
     assert read(cache, range(10))[0].sum() == cache.capacity
 
 
-def test_room_is_reserved_before_anything_is_written(tmp_path, cache):
+def test_space_is_reserved_before_anything_is_written(tmp_path, cache):
     (path,) = files(tmp_path)
     assert path.stat().st_blocks * 512 >= cache.capacity * ROW
 
 
-def test_a_kept_file_still_has_its_rows(tmp_path):
-    open_in_folder(tmp_path, "train", "1", demand()).write(2, images(1)[0])
-    assert read(open_in_folder(tmp_path, "train", "1", demand()), [2])[0].all()
+def test_a_reopened_file_still_has_its_rows(tmp_path):
+    open_folder_cache(tmp_path, "train", "1", cache_spec()).write(2, images(1)[0])
+    assert read(open_folder_cache(tmp_path, "train", "1", cache_spec()), [2])[0].all()
 
 
 @pytest.mark.parametrize("change", [{"version": "2"}, {"limit": 5 * ROW}])
 def test_a_file_of_another_version_or_limit_is_replaced(tmp_path, change):
-    open_in_folder(tmp_path, "train", "1", demand()).write(2, images(1)[0])
-    other = open_in_folder(
-        tmp_path, "train", change.get("version", "1"), demand(limit=change.get("limit"))
+    open_folder_cache(tmp_path, "train", "1", cache_spec()).write(2, images(1)[0])
+    other = open_folder_cache(
+        tmp_path, "train", change.get("version", "1"), cache_spec(limit=change.get("limit"))
     )
     assert not read(other, range(other.capacity))[0].any()
     assert len(files(tmp_path)) == 1
 
 
-def test_a_file_of_another_version_stays_for_as_long_as_it_is_mapped(tmp_path):
-    one = open_in_folder(tmp_path, "train", "1", demand())
-    two = open_in_folder(tmp_path, "train", "2", demand())
+def test_a_file_of_another_version_is_kept_while_it_is_mapped(tmp_path):
+    one = open_folder_cache(tmp_path, "train", "1", cache_spec())
+    two = open_folder_cache(tmp_path, "train", "2", cache_spec())
     assert names(tmp_path) == ["train-1-free", "train-2-free"]
     del one
-    three = open_in_folder(tmp_path, "train", "3", demand())
+    three = open_folder_cache(tmp_path, "train", "3", cache_spec())
     assert names(tmp_path) == ["train-2-free", "train-3-free"]
     del two, three
 
 
-def test_a_file_stays_until_the_last_of_those_who_share_it_is_gone(tmp_path):
-    shared = [open_in_folder(tmp_path, "train", "1", demand()) for _ in range(2)]
+def test_a_shared_file_is_kept_until_its_last_user_is_gone(tmp_path):
+    shared = [open_folder_cache(tmp_path, "train", "1", cache_spec()) for _ in range(2)]
     shared.pop()
-    open_in_folder(tmp_path, "train", "2", demand())
+    open_folder_cache(tmp_path, "train", "2", cache_spec())
     assert "train-1-free" in names(tmp_path)
     shared.pop()
-    open_in_folder(tmp_path, "train", "2", demand())
+    open_folder_cache(tmp_path, "train", "2", cache_spec())
     assert "train-1-free" not in names(tmp_path)
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from stretto.data.images.cache import Demand, open_in_folder
-cache = open_in_folder(Path(sys.argv[1]), "train", "1", Demand((8, 8, 3), 10, 1.0, None))
+from stretto.data.images.cache import CacheSpec, open_folder_cache
+cache = open_folder_cache(Path(sys.argv[1]), "train", "1", CacheSpec((8, 8, 3), 10, 1.0, None))
 print("open", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.mark.multi
-def test_a_file_of_another_process_stays_until_that_is_killed(tmp_path):
+def test_a_file_of_another_process_is_kept_until_that_is_killed(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"open\n"
-        open_in_folder(tmp_path, "train", "2", demand())
+        open_folder_cache(tmp_path, "train", "2", cache_spec())
         there = names(tmp_path)
         holder.kill()
-    open_in_folder(tmp_path, "train", "2", demand())
+    open_folder_cache(tmp_path, "train", "2", cache_spec())
     assert (there, names(tmp_path)) == (["train-1-free", "train-2-free"], ["train-2-free"])
+
+
+@contextmanager
+def opened_folder(folder):
+    """Yield a descriptor of a folder, to lock it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def test_the_folder_is_locked_while_a_file_is_open_and_has_no_lock_yet(tmp_path, monkeypatch):
     lock, refused = fcntl.flock, []
 
-    def noted(file, operation):
+    def record(file, operation):
         if operation == fcntl.LOCK_SH:
-            with module._opened(tmp_path) as opened:
+            with opened_folder(tmp_path) as opened:
                 with pytest.raises(BlockingIOError):
                     lock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 refused.append(file)
         lock(file, operation)
 
-    monkeypatch.setattr(fcntl, "flock", noted)
-    cache = open_in_folder(tmp_path, "train", "1", demand())
+    monkeypatch.setattr(fcntl, "flock", record)
+    cache = open_folder_cache(tmp_path, "train", "1", cache_spec())
     assert (len(refused), cache.capacity) == (1, 10)
-    with module._opened(tmp_path) as opened:  # and is not any longer
+    with opened_folder(tmp_path) as opened:  # and is not any longer
         lock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_whoever_has_a_file_shares_it_with_the_next_however_many_come_and_go(tmp_path):
+def test_threads_that_open_and_close_a_file_all_share_it(tmp_path):
     image = images(1)[0]
 
     def come_and_go(seed):
         for version in np.random.default_rng(seed).integers(0, 3, 50):
-            mine = open_in_folder(tmp_path, "train", str(version), demand())
+            mine = open_folder_cache(tmp_path, "train", str(version), cache_spec())
             mine.write(seed, image)
-            next_one = open_in_folder(tmp_path, "train", str(version), demand())
+            next_one = open_folder_cache(tmp_path, "train", str(version), cache_spec())
             assert read(next_one, [seed])[0].all()
 
     with ThreadPoolExecutor(4) as crowd:
         list(crowd.map(come_and_go, range(4)))
 
 
-def test_a_file_of_another_user_is_left_alone(tmp_path, monkeypatch):
-    open_in_folder(tmp_path, "train", "1", demand())
+def test_a_file_of_another_user_is_not_deleted(tmp_path, monkeypatch):
+    open_folder_cache(tmp_path, "train", "1", cache_spec())
     real_open = os.open
 
     def guarded(path, *arguments, **options):
@@ -194,94 +211,101 @@ def test_a_file_of_another_user_is_left_alone(tmp_path, monkeypatch):
         return real_open(path, *arguments, **options)
 
     monkeypatch.setattr(os, "open", guarded)
-    assert open_in_folder(tmp_path, "train", "2", demand()).capacity == 10
+    assert open_folder_cache(tmp_path, "train", "2", cache_spec()).capacity == 10
     assert names(tmp_path) == ["train-1-free", "train-2-free"]
 
 
-def test_the_other_split_is_left_alone(tmp_path, cache):
-    open_in_folder(tmp_path, "test", "1", demand())
+def test_the_file_of_another_split_is_not_deleted(tmp_path, cache):
+    open_folder_cache(tmp_path, "test", "1", cache_spec())
     assert len(files(tmp_path)) == 2
 
 
-def test_a_file_that_was_cut_short_is_completed(tmp_path, cache):
+def test_a_truncated_file_is_extended(tmp_path, cache):
     (path,) = files(tmp_path)
     os.truncate(path, 3 * ROW + 5)
-    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 10
+    assert open_folder_cache(tmp_path, "train", "1", cache_spec()).capacity == 10
 
 
-def test_more_than_there_is_room_for_is_refused_with_both_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_free_bytes", lambda *_: 7 * ROW)
+def leave_free(monkeypatch, num_bytes):
+    """Make every file system say that it has ``num_bytes`` free."""
+    monkeypatch.setattr(
+        os, "fstatvfs", lambda _file: SimpleNamespace(f_bavail=num_bytes, f_frsize=1)
+    )
+
+
+def test_a_cache_larger_than_the_free_space_is_refused_with_both_sizes(tmp_path, monkeypatch):
+    leave_free(monkeypatch, 7 * ROW)
     with pytest.raises(ConfigError, match=r"data\.cache_size = 1\.8 KB: .* room for 1\.4 KB"):
-        open_in_folder(tmp_path, "train", "1", demand(limit=9 * ROW))
+        open_folder_cache(tmp_path, "train", "1", cache_spec(limit=9 * ROW))
     assert sum(path.stat().st_size for path in files(tmp_path)) == 0
 
 
-def test_without_a_limit_half_of_the_free_space_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_free_bytes", lambda *_: 7 * ROW)
-    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 3
+def test_without_a_limit_half_of_the_free_space_is_used(tmp_path, monkeypatch):
+    leave_free(monkeypatch, 7 * ROW)
+    assert open_folder_cache(tmp_path, "train", "1", cache_spec()).capacity == 3
 
 
-def test_without_a_limit_no_more_than_the_default_is_taken(tmp_path, monkeypatch):
+def test_without_a_limit_at_most_the_default_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "DEFAULT_BYTES", 4 * ROW)
-    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 4
+    assert open_folder_cache(tmp_path, "train", "1", cache_spec()).capacity == 4
 
 
-def test_a_folder_that_cannot_be_written_to_names_the_setting(tmp_path):
+def test_the_error_for_an_unwritable_folder_names_the_setting(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(
         ConfigError, match=r"cannot keep images in .*file/cache.*data\.cache_folder"
     ):
-        open_in_folder(tmp_path / "file" / "cache", "train", "1", demand())
+        open_folder_cache(tmp_path / "file" / "cache", "train", "1", cache_spec())
 
 
-def test_memory_is_taken_within_the_limit_of_the_job(monkeypatch):
-    monkeypatch.setattr(module, "memory_left", lambda: 7 * ROW)
-    assert open_in_memory("test-of-a-job", demand(), int).capacity == 3
+def test_a_memory_cache_respects_the_memory_limit_of_the_job(monkeypatch):
+    monkeypatch.setattr(module, "cgroup_memory_left", lambda: 7 * ROW)
+    assert open_memory_cache("test-of-a-job", cache_spec(), int).capacity == 3
     with pytest.raises(ConfigError, match=r"shm, in the memory of this job, has room for 1\.4 KB"):
-        open_in_memory("test-of-a-job", demand(limit=9 * ROW), int)
+        open_memory_cache("test-of-a-job", cache_spec(limit=9 * ROW), int)
 
 
-def test_a_disk_is_not_within_the_memory_of_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "memory_left", lambda: 0)
-    assert open_in_folder(tmp_path, "train", "1", demand()).capacity == 10
+def test_a_file_cache_ignores_the_memory_limit_of_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "cgroup_memory_left", lambda: 0)
+    assert open_folder_cache(tmp_path, "train", "1", cache_spec()).capacity == 10
 
 
-def test_memory_that_cannot_be_reserved_names_the_settings(monkeypatch):
+def test_the_error_for_missing_memory_names_the_settings(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ConfigError, match=r"No space left on device; lower data\.cache_size"):
-        open_in_memory("test-of-a-full-memory", demand(), int)
+        open_memory_cache("test-of-a-full-memory", cache_spec(), int)
     assert not Path("/dev/shm/stretto-test-of-a-full-memory").exists()
 
 
-def test_memory_is_taken_only_when_its_name_is_gone(monkeypatch):
-    path, met = Path("/dev/shm/stretto-test-of-names"), []
+def test_memory_is_allocated_only_after_the_file_is_unlinked(monkeypatch):
+    path, calls = Path("/dev/shm/stretto-test-of-names"), []
     reserve = os.posix_fallocate
 
-    def noted(*arguments):
-        met.append(path.exists())
+    def record(*arguments):
+        calls.append(path.exists())
         reserve(*arguments)
 
-    monkeypatch.setattr(os, "posix_fallocate", noted)
-    open_in_memory("test-of-names", demand(), lambda: met.append(path.stat().st_size))
-    assert met == [0, False]
+    monkeypatch.setattr(os, "posix_fallocate", record)
+    open_memory_cache("test-of-names", cache_spec(), lambda: calls.append(path.stat().st_size))
+    assert calls == [0, False]
 
 
-def test_a_name_does_not_stay_when_another_rank_never_comes():
+def test_the_file_is_unlinked_if_another_rank_never_arrives():
     def broken():
         raise ConnectionError("lost a peer")
 
     with pytest.raises(ConnectionError, match="lost a peer"):
-        open_in_memory("test-of-a-lost-peer", demand(), broken)
+        open_memory_cache("test-of-a-lost-peer", cache_spec(), broken)
     assert not Path("/dev/shm/stretto-test-of-a-lost-peer").exists()
 
 
 def test_a_host_without_shared_memory_uses_the_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    met = []
-    cache = open_in_memory("x", demand(), lambda: met.extend(files(tmp_path)))
+    calls = []
+    cache = open_memory_cache("x", cache_spec(), lambda: calls.extend(files(tmp_path)))
     cache.write(1, images(1)[0])
-    assert (len(met), files(tmp_path), read(cache, [1])[0].all()) == (1, [], True)
+    assert (len(calls), files(tmp_path), read(cache, [1])[0].all()) == (1, [], True)

@@ -3,7 +3,7 @@ from pydantic import ValidationError
 
 from stretto.config import load, to_toml
 from stretto.data import ImagesConfig
-from stretto.data.images.form import Form
+from stretto.data.images.config import Form
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,13 @@ from stretto.data.images.form import Form
         ({"augment": "none", "store": 300}, 300),
     ],
 )
-def test_what_is_kept_follows_from_the_augmentation_unless_it_is_set(settings, side):
+def test_the_stored_size_follows_from_the_augmentation_unless_set(settings, side):
     config = ImagesConfig(path="x", **settings)
     assert config.form(train=True) == config.form(train=False) == Form(side)
 
 
 @pytest.mark.parametrize(("store", "side"), [({}, 384), ({"store": 300}, 300)])
-def test_area_crops_keep_whole_images_and_evaluation_the_usual_squares(store, side):
+def test_area_crops_store_whole_images_and_evaluation_the_usual_squares(store, side):
     config = ImagesConfig(path="x", augment="area_crop", **store)
     assert config.form(train=True) == Form(side, is_whole=True)
     assert config.form(train=False) == Form(256)
@@ -33,7 +33,7 @@ AREA_KEYS = {"area": (0.1, 0.5), "aspect": (1.0, 2.0), "plain_from_epoch": 3}
 
 
 @pytest.mark.parametrize("key", AREA_KEYS)
-def test_a_key_of_area_crops_is_refused_where_another_augmentation_would_ignore_it(key):
+def test_a_key_of_area_crops_is_refused_with_another_augmentation(key):
     ImagesConfig(path="x", augment="area_crop", **{key: AREA_KEYS[key]})
     with pytest.raises(ValidationError, match=f'{key} set for augment = .crop.*"area_crop"'):
         ImagesConfig(path="x", **{key: AREA_KEYS[key]})
@@ -59,7 +59,7 @@ def test_a_run_file_that_names_every_key_is_read_back(tmp_path, augment):
         ({"augment": "area_crop", "aspect": (0.0, 1.0)}, "aspect"),
         ({"augment": "area_crop", "plain_from_epoch": -1}, "plain_from_epoch"),
         ({"decoders": 0}, "decoders"),
-        ({"bad_limit": 1.5}, "bad_limit"),
+        ({"max_corrupt_files": 1.5}, "max_corrupt_files"),
         ({"cache_size": "many"}, "cache_size"),
     ],
 )
@@ -68,17 +68,17 @@ def test_impossible_settings_are_refused(wrong, named):
         ImagesConfig(path="x", **wrong)
 
 
-def test_a_size_of_the_cache_is_written_as_people_write_it():
+def test_the_cache_size_may_have_a_unit():
     assert ImagesConfig(path="x", cache_size="3MB").cache_size == 3_000_000
 
 
 @pytest.mark.parametrize(
     ("asked", "cores", "expected"), [(None, 0, 1), (None, 6, 6), (None, 64, 8), (12, 2, 12)]
 )
-def test_decoders_follow_from_the_cores_unless_they_are_set(asked, cores, expected):
-    assert ImagesConfig(path="x", decoders=asked).decoders_on(cores) == expected
+def test_the_number_of_decoders_follows_from_the_cores_unless_set(asked, cores, expected):
+    assert ImagesConfig(path="x", decoders=asked).decoders_for_cores(cores) == expected
 
 
 @pytest.mark.parametrize(("asked", "most"), [(None, 16), (3, 6)])
 def test_a_rank_has_decoders_for_training_and_for_evaluation(asked, most):
-    assert ImagesConfig(path="x", decoders=asked).most_decoders == most
+    assert ImagesConfig(path="x", decoders=asked).max_decoders == most

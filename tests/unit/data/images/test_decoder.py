@@ -13,12 +13,12 @@ from stretto.data.images.decoder import (
     PIXELS,
     REPLY,
     REQUEST,
-    UNREAD,
+    UNREADABLE,
     BadImageError,
-    UnreadImageError,
+    UnreadableImageError,
     decode,
-    fitted,
     serve,
+    shrunk_size,
 )
 from tests.unit.data.images.pictures import CORRUPT, encoded, huge_png, jpeg, noise
 
@@ -54,23 +54,23 @@ def test_the_centre_square_is_taken(decoded, width, height):
     assert pixels.min() > 200  # scaling looks a little over the edge, as it should
 
 
-def test_a_large_jpeg_is_the_same_as_decoded_in_full(decoded):
+def test_a_large_jpeg_decoded_at_reduced_size_gives_nearly_the_same_pixels(decoded):
     gradient = Image.linear_gradient("L").resize((2000, 1500)).convert("RGB")
     content = encoded(gradient, "JPEG", quality=95)
-    whole = gradient.resize((40, 40), box=(250, 0, 1750, 1500))
-    difference = np.abs(decoded(content, side=40).astype(int) - np.asarray(whole, dtype=int))
+    whole_image = gradient.resize((40, 40), box=(250, 0, 1750, 1500))
+    difference = np.abs(decoded(content, side=40).astype(int) - np.asarray(whole_image, dtype=int))
     assert difference.max() <= 4
 
 
 def test_a_large_jpeg_is_not_decoded_in_full(decoded, monkeypatch):
     sizes, resize = [], Image.Image.resize
 
-    def noted(image, *arguments, **options):
+    def record(image, *arguments, **options):
         sizes.append(image.size)
         return resize(image, *arguments, **options)
 
     content = encoded(Image.new("RGB", (2000, 1500)), "JPEG")
-    monkeypatch.setattr(Image.Image, "resize", noted)
+    monkeypatch.setattr(Image.Image, "resize", record)
     decoded(content, side=40)
     assert sizes == [(250, 188)]  # an eighth
 
@@ -87,20 +87,20 @@ def test_a_large_jpeg_is_not_decoded_in_full(decoded, monkeypatch):
     ],
 )
 def test_a_whole_image_is_shrunk_in_its_proportions_and_never_enlarged(size, most, expected):
-    assert fitted(*size, most) == expected
+    assert shrunk_size(*size, most) == expected
 
 
 def test_a_whole_image_that_is_small_enough_keeps_its_pixels(tmp_path):
     image = noise(17, 11)
     (tmp_path / "some.png").write_bytes(encoded(image, "PNG"))
-    content = decode(os.fsencode(tmp_path / "some.png"), 16, MANY, whole=True)
+    content = decode(os.fsencode(tmp_path / "some.png"), 16, MANY, whole_image=True)
     assert content == EXTENT.pack(17, 11) + np.asarray(image).tobytes()
 
 
-def test_a_whole_image_that_is_too_large_shows_all_of_itself(tmp_path):
+def test_a_whole_image_that_is_too_large_is_not_cropped(tmp_path):
     gradient = Image.linear_gradient("L").resize((2000, 1000)).convert("RGB")
     (tmp_path / "some.jpg").write_bytes(encoded(gradient, "JPEG", quality=95))
-    content = decode(os.fsencode(tmp_path / "some.jpg"), 40, MANY, whole=True)
+    content = decode(os.fsencode(tmp_path / "some.jpg"), 40, MANY, whole_image=True)
     assert EXTENT.unpack_from(content) == (56, 28)
     pixels = np.frombuffer(content, np.uint8, offset=EXTENT.size).reshape(28, 56, 3)
     expected = np.asarray(gradient.resize((56, 28)), dtype=int)
@@ -125,19 +125,19 @@ def test_every_mode_becomes_three_colours(decoded, mode):
         ("header", ""),
     ],
 )
-def test_a_corrupt_file_is_bad_for_a_reason_of_one_line(decoded, kind, reason):
+def test_a_corrupt_file_is_bad_with_a_reason_of_one_line(decoded, kind, reason):
     with pytest.raises(BadImageError) as bad:
         decoded(CORRUPT[kind])
     assert reason in str(bad.value)
     assert str(bad.value).splitlines() == [str(bad.value)] != [""]
 
 
-def test_the_limit_on_pixels_is_decided_by_the_header(decoded):
+def test_the_limit_on_pixels_is_checked_by_the_header(decoded):
     with pytest.raises(BadImageError, match="60000 x 60000"):
         decoded(huge_png(), max_pixels=MANY)
 
 
-def test_an_image_of_just_the_limit_is_good(decoded):
+def test_an_image_of_exactly_the_limit_is_good(decoded):
     decoded(jpeg(width=24, height=20), max_pixels=480)
     with pytest.raises(BadImageError, match="24 x 20"):
         decoded(jpeg(width=24, height=20), max_pixels=479)
@@ -150,20 +150,20 @@ def test_a_png_with_a_damaged_part_is_bad(decoded):
         decoded(bytes(content))
 
 
-def test_postscript_under_a_harmless_name_is_not_interpreted(decoded):
+def test_postscript_with_an_image_extension_is_not_interpreted(decoded):
     with pytest.raises(BadImageError, match="not an image"):
         decoded(encoded(noise(8, 8), "EPS"))
 
 
-def test_a_file_that_cannot_be_opened_is_not_bad_but_unread(tmp_path):
-    with pytest.raises(UnreadImageError, match="cannot be read: No such file"):
+def test_a_file_that_cannot_be_opened_is_unreadable_not_bad(tmp_path):
+    with pytest.raises(UnreadableImageError, match="cannot be read: No such file"):
         decode(os.fsencode(tmp_path / "gone.jpg"), 8, MANY)
-    with pytest.raises(UnreadImageError, match="cannot be read: Is a directory"):
+    with pytest.raises(UnreadableImageError, match="cannot be read: Is a directory"):
         decode(os.fsencode(tmp_path), 8, MANY)
 
 
 class Failing(io.BytesIO):
-    """A file that breaks after its first bytes, as on a file system that goes away."""
+    """A file that fails after its first bytes, as on a file system that disappears."""
 
     def __init__(self, content, number):
         super().__init__(content)
@@ -183,43 +183,43 @@ class Failing(io.BytesIO):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_file_that_breaks_while_it_is_read_is_unread(tmp_path, monkeypatch, kind, number):
+def test_a_file_that_fails_during_reading_is_unreadable(tmp_path, monkeypatch, kind, number):
     content = encoded(noise(400, 400), kind)
     (path := tmp_path / "some.jpg").write_bytes(content)
     stat = path.stat()
     monkeypatch.setattr(Path, "open", lambda *_: Failing(content, number))
     monkeypatch.setattr(os, "fstat", lambda _: stat)
-    with pytest.raises(UnreadImageError, match=f"cannot be read: {os.strerror(number)}"):
+    with pytest.raises(UnreadableImageError, match=f"cannot be read: {os.strerror(number)}"):
         decode(os.fsencode(path), 8, MANY)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE])
-def test_a_file_that_the_system_refuses_is_unread(monkeypatch, number):
+def test_a_file_that_the_system_refuses_is_unreadable(monkeypatch, number):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UnreadImageError, match=os.strerror(number)):
+    with pytest.raises(UnreadableImageError, match=os.strerror(number)):
         decode(b"some.jpg", 8, MANY)
 
 
 @pytest.mark.parametrize(
     "lack", [MemoryError(), OSError("out of memory when reading image file")], ids=["our", "codec"]
 )
-def test_an_image_for_which_memory_lacks_is_unread(decoded, monkeypatch, lack):
+def test_an_image_that_does_not_fit_into_memory_is_unreadable(decoded, monkeypatch, lack):
     def convert(*_):
         raise lack
 
     monkeypatch.setattr(Image.Image, "convert", convert)
-    with pytest.raises(UnreadImageError, match="not enough memory"):
+    with pytest.raises(UnreadableImageError, match="not enough memory"):
         decoded(jpeg())
 
 
-def test_the_codecs_of_pillow_still_say_that_memory_lacks_in_the_words_we_know():
+def test_pillow_still_reports_lack_of_memory_with_the_known_text():
     assert Image.core.getcodecstatus(-9).startswith("out of memory")
 
 
-def test_replies_tell_pixels_bad_and_unread_apart(tmp_path):
+def test_replies_distinguish_pixels_bad_and_unreadable_files(tmp_path):
     (tmp_path / "good.jpg").write_bytes(jpeg())
     (tmp_path / "bad.jpg").write_bytes(CORRUPT["truncated"])
     paths = [os.fsencode(tmp_path / name) for name in ("good.jpg", "bad.jpg", "gone.jpg")]
@@ -231,4 +231,4 @@ def test_replies_tell_pixels_bad_and_unread_apart(tmp_path):
         status, length = REPLY.unpack(header)
         statuses.append(status)
         replies.read(length)
-    assert statuses == [PIXELS, BAD, UNREAD]
+    assert statuses == [PIXELS, BAD, UNREADABLE]

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from stretto.data.images.folder import find_splits, stamp
+from stretto.data.images.image_folder import digest_split, find_splits
 from stretto.errors import ConfigError
 from tests.unit.data.images.pictures import data_folder, fill, jpeg
 
@@ -17,10 +17,10 @@ def test_files_are_ordered_by_class_and_then_by_name(tmp_path):
     assert names(train) == [b"a/z.JPEG", b"b/10.png", b"b/2.jpg"]
     assert (train.classes, train.labels.tolist()) == (("a", "b"), [0, 1, 1])
     assert test.path(1) == os.fsencode(tmp_path / "test" / "b" / "1.jpg")
-    assert test.title(1) == "test/b/1.jpg"
+    assert test.display_name(1) == "test/b/1.jpg"
 
 
-def test_hidden_files_other_endings_and_folders_are_no_samples(tmp_path):
+def test_hidden_files_other_extensions_and_folders_are_not_samples(tmp_path):
     root = data_folder(tmp_path, 2, 2)
     fill(root, {"train/a/.x.jpg": b"x", "train/a/note.txt": b"x", "train/.hidden/1.jpg": b"x"})
     (root / "train" / "a" / "folder.jpg").mkdir()
@@ -29,7 +29,7 @@ def test_hidden_files_other_endings_and_folders_are_no_samples(tmp_path):
     assert names(train) == [b"a/000.jpg", b"b/001.jpg"]
 
 
-def test_a_link_to_nowhere_is_a_sample_that_will_turn_out_bad(tmp_path):
+def test_a_dangling_link_is_a_sample(tmp_path):
     root = data_folder(tmp_path, 2, 2)
     (root / "train" / "a" / "gone.jpg").symlink_to(root / "nowhere.jpg")
     assert b"a/gone.jpg" in names(find_splits(str(root))[0])
@@ -41,10 +41,10 @@ def test_a_name_may_be_any_bytes(tmp_path):
     os.close(os.open(odd, os.O_CREAT))
     train, _ = find_splits(str(root))
     assert train.path(1) == odd
-    assert train.title(1) == "train/a/\\xff.jpg"
+    assert train.display_name(1) == "train/a/\\xff.jpg"
 
 
-def test_val_is_taken_where_test_has_no_classes(tmp_path):
+def test_val_is_used_if_test_has_no_classes(tmp_path):
     files = ["train/a/1.jpg", "val/a/1.jpg", "test/unlabelled.jpg"]
     _, test = find_splits(str(fill(tmp_path, dict.fromkeys(files, b"x"))))
     assert test.folder.name == "val"
@@ -64,13 +64,13 @@ def test_val_is_taken_where_test_has_no_classes(tmp_path):
     ],
     ids=["no train", "no class", "no image", "no test", "classes differ"],
 )
-def test_a_folder_of_another_layout_is_refused_with_what_is_missing(tmp_path, files, message):
+def test_a_folder_with_another_layout_is_refused_with_the_missing_part(tmp_path, files, message):
     root = fill(tmp_path, dict.fromkeys(files, b"x"))
     with pytest.raises(ConfigError, match=rf"data\.path.*{message}"):
         find_splits(str(root))
 
 
-def test_a_missing_folder_is_named_with_its_whole_path(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_folder_has_its_full_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
         find_splits("absent")
@@ -78,9 +78,9 @@ def test_a_missing_folder_is_named_with_its_whole_path(tmp_path, monkeypatch):
     assert str(tmp_path / "absent") in str(refused.value)
 
 
-def test_a_copy_elsewhere_has_the_same_content(tmp_path):
+def test_a_copy_has_the_same_content_digest(tmp_path):
     one, other = (find_splits(str(data_folder(tmp_path / name)))[0] for name in ("x", "y"))
-    assert stamp(one).content == stamp(other).content
+    assert digest_split(one).content == digest_split(other).content
 
 
 @pytest.mark.parametrize(
@@ -94,18 +94,18 @@ def test_a_copy_elsewhere_has_the_same_content(tmp_path):
     ],
     ids=["name", "size", "gone", "class", "classes"],
 )
-def test_another_list_of_images_has_another_content(tmp_path, change):
+def test_another_list_of_images_has_another_content_digest(tmp_path, change):
     root = data_folder(tmp_path)
-    before = stamp(find_splits(str(root))[0])
+    before = digest_split(find_splits(str(root))[0])
     change(root / "train" / "a")
-    assert stamp(find_splits(str(root))[0]).content != before.content
+    assert digest_split(find_splits(str(root))[0]).content != before.content
 
 
-def test_a_file_replaced_by_one_of_the_same_size_is_another_version(tmp_path):
+def test_a_file_replaced_by_one_of_equal_size_changes_the_version(tmp_path):
     root = data_folder(tmp_path)
-    before = stamp(find_splits(str(root))[0])
+    before = digest_split(find_splits(str(root))[0])
     path = root / "train" / "a" / "000.jpg"
     path.write_bytes(bytes(reversed(jpeg())))
     os.utime(path, ns=(1, 1))
-    after = stamp(find_splits(str(root))[0])
+    after = digest_split(find_splits(str(root))[0])
     assert (after.content == before.content, after.version == before.version) == (True, False)

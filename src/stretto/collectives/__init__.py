@@ -1,0 +1,1 @@
+"""Collectives as values: schedules, the algorithms that make them, their proof, and codecs."""

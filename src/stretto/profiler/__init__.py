@@ -1,0 +1,1 @@
+"""Measure step times, memory peaks, model units, links, and slowdown by communication."""

@@ -1,1 +1,0 @@
-"""Gossip: every rank has a model of its own and averages it with a few peers, step by step."""

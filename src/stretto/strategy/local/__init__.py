@@ -1,1 +1,0 @@
-"""Local updates: every rank steps by itself, and every so many steps all begin again together."""

@@ -1,1 +1,0 @@
-"""Sharded data parallelism: a plan says what is kept and when everything travels."""

@@ -1,1 +1,0 @@
-"""Step times by number of hosts: predicted, and measured in a lab."""
