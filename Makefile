@@ -8,13 +8,14 @@ EXACT := $(VENV)/exact/.ready
 # Tests of these markers start processes or time something: they have the machine to themselves.
 ALONE := multi or lab or gpu or timed
 
-.PHONY: help demo test check size bench campaign install clean
+.PHONY: help demo test check size bench campaign mutants reference install clean
 
 help:
 	@echo "make demo      train the embedded default with 1 and with 4 workers, end with a report"
-	@echo "make test      checks (format, lint, types, rooms), then every test"
-	@echo "make check     format, lint, types, rooms"
+	@echo "make test      checks (format, lint, types, packages), then every test"
+	@echo "make check     format, lint, types, imports between packages"
 	@echo "make size      the tail of the tree: longest functions, files, constructors, suppressions"
+	@echo "make mutants   plant known bugs one by one, see the tests catch each"
 	@echo "make bench     step time against tuned DDP in a cluster in a box (root)"
 	@echo "make campaign  the long fault campaigns; records go to benchmarks/records"
 
@@ -54,6 +55,12 @@ test: check $(EXACT)
 
 size: $(READY)
 	@$(BIN)/python tools/size.py
+
+mutants: $(READY)
+	$(BIN)/python tools/mutants.py
+
+reference: $(READY)
+	$(BIN)/python tools/reference.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step.py
