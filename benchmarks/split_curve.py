@@ -30,7 +30,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.profiles import profiles
 from benchmarks.record import folder_of, record
-from stretto.planner.hand_split import even_shares, random_plans_within, split_curve
+from stretto.planner.heuristic_split import even_shares, random_plans_within, split_curve
 from stretto.planner.memory import Footprints
 from stretto.planner.planner import make_plan
 from stretto.planner.presets import PresetOptions, preset_plan

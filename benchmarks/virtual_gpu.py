@@ -23,7 +23,7 @@ from stretto.recipes.recipe import Tables
 from stretto.run import RunConfig, prepare
 from stretto.virtual import find_device
 from stretto.virtual.local_steps import RECORDERS, LocalSteps
-from stretto.virtual.stepping import LockStep
+from stretto.virtual.stepping import LockStepWorkers
 
 WARM_UP = 3
 
@@ -58,7 +58,7 @@ def images_per_s(args: argparse.Namespace, *, recorded: bool) -> float:
     if not recorded:
         RECORDERS.clear()
     try:
-        steps = LockStep(local_steps).steps(batches(config, WARM_UP + args.steps))
+        steps = LockStepWorkers(local_steps).steps(batches(config, WARM_UP + args.steps))
         for _ in range(WARM_UP):
             next(steps)
         began_s = time.monotonic()

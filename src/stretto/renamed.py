@@ -39,6 +39,14 @@ JSON_KEYS: Mapping[str, str] = {
 }
 """Keys of what `stretto plan --json` and `stretto bench plans` write, and of their records."""
 
+PROFILE_KEYS: Mapping[str, str] = {
+    "parting": "no_barrier_slowdown",
+    "straying": "reordering_slowdown",
+    "straying_met": "reordering_slowdown_with_barrier",
+    "holes": "allocator_overhead",
+}
+"""Keys of profile files."""
+
 FUNCTIONS: Mapping[str, str] = {"settle": "consolidate"}
 """Functions of the package ``stretto``."""
 

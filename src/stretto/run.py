@@ -44,9 +44,9 @@ from stretto.strategies import (
     chosen_settings,
     warnings,
 )
-from stretto.strategies.group_norms import GroupNorms, check_norm_groups
 from stretto.strategies.local_state import LocalModelStrategy
 from stretto.strategies.sharded.config import unit_bytes
+from stretto.strategies.trust_ratio_norms import TrustRatioNorms, check_norm_groups
 from stretto.telemetry.events import Event
 from stretto.telemetry.sinks import write_atomically
 from stretto.telemetry.timeline import Recorder
@@ -62,8 +62,8 @@ from stretto.train.estimate_run import (
     parameter_dtype,
 )
 from stretto.train.finetune import InitConfig
-from stretto.train.parts import Parts, count_epoch_steps, count_steps
 from stretto.train.precision import loss_scale
+from stretto.train.run_parts import RunParts, count_epoch_steps, count_steps
 
 _NUM_TRIAL_SAMPLES = 2
 """Samples of the trial forward pass; more would take seconds for large models, on every rank."""
@@ -209,7 +209,7 @@ def assemble(
     transport: Transport,
     report: Callable[[Event], None],
     generation: int = 0,
-) -> Parts:
+) -> RunParts:
     """Build everything that the training loop needs; collective: all ranks call it together."""
     config = loaded.config
     recorder = Recorder(world.rank)
@@ -225,7 +225,7 @@ def assemble(
     if isinstance(strategy, Sharded) and isinstance(chosen, ShardedConfig) and world.rank == 0:
         plan = strategy.plan.replace(unit_bytes=unit_bytes(chosen))
         write_atomically(config.run_dir / "plan.json", plan.to_json() + "\n")
-    return Parts(
+    return RunParts(
         config=config.train,
         seed=config.run.seed,
         world=world,
@@ -267,8 +267,10 @@ def _optimizer_factory(
             "remove norm_group, or set "
             'strategy.kind = "crossover"'
         )
-    norms = GroupNorms(strategy, transport, norm_sharing)
-    return norms.with_group_norms(make_optimizer(optim, model, norms=norms, peak_lr=derived.lr))
+    norms = TrustRatioNorms(strategy, transport, norm_sharing)
+    return norms.with_trust_ratio_norms(
+        make_optimizer(optim, model, norms=norms, peak_lr=derived.lr)
+    )
 
 
 def _estimate_if_needed(

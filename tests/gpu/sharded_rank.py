@@ -61,7 +61,11 @@ def check_allocator(transport, plan):
     peak = torch.cuda.max_memory_allocated() - before
     held = [
         compute_unit_memory(
-            unit, h.storage.layout, ElementBytes(4, 4, 4, 4), h.storage.rank, barrier=False
+            unit,
+            h.sharded.layout,
+            ElementBytes(4, 4, 4, 4),
+            h.sharded.rank,
+            barrier=False,
         )
         for unit, h in zip(strategy.plan.units, strategy.inspect().units, strict=True)
     ]

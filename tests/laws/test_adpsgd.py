@@ -18,7 +18,7 @@ from stretto.comm.local_transports import run_threads
 from stretto.errors import ConfigError
 from stretto.optim.rules import average_pair_
 from stretto.strategies import ADPSGDConfig, build_strategy
-from stretto.topology import OperationKind, random_operations
+from stretto.topology import OperationKind, random_operation_order
 from tests.laws.test_gossip import (
     LR,
     MOMENTUM,
@@ -144,7 +144,7 @@ def take_step(transport, strategy, model, optimizer, step, inputs, targets):
     [(WORKERS, None), (WORKERS, (9, 9, 1, 9)), (3, (1, 4, 4)), (5, None)],
 )
 def test_real_workers_in_a_given_order_are_the_published_algorithm(workers, relative_speeds):
-    operations = list(random_operations(workers, STEPS, SEED, relative_speeds))
+    operations = list(random_operation_order(workers, STEPS, SEED, relative_speeds))
     expected = published(operations, workers)
     history, consolidated = in_order(operations, workers, STEPS)
     assert len(history) == len(expected) == len(operations)
@@ -154,7 +154,7 @@ def test_real_workers_in_a_given_order_are_the_published_algorithm(workers, rela
 
 
 def test_virtual_workers_that_are_rows_of_a_tensor_go_the_same_way():
-    operations = list(random_operations(WORKERS, STEPS, SEED))
+    operations = list(random_operation_order(WORKERS, STEPS, SEED))
     inputs, targets = batches(WORKERS)
     rows = torch.from_numpy(np.stack([flat(initial())] * WORKERS))
     momenta, read = torch.zeros_like(rows), rows.clone()
@@ -222,7 +222,7 @@ def test_updates_alone_move_the_mean_and_averages_bring_workers_together(workers
 
 
 def test_one_worker_is_plain_sgd():
-    operations = list(random_operations(1, STEPS, SEED))
+    operations = list(random_operation_order(1, STEPS, SEED))
     assert {operation.kind for operation in operations} == {OperationKind.READ, OperationKind.APPLY}
     history, _ = in_order(operations, 1, STEPS)
     workers = Workers(1)
@@ -418,6 +418,6 @@ def test_a_gpu_is_refused_with_what_to_do():
 
 
 def test_orders_of_the_same_seed_are_the_same():
-    one, other = (list(islice(random_operations(4, 9, 3), 60)) for _ in range(2))
+    one, other = (list(islice(random_operation_order(4, 9, 3), 60)) for _ in range(2))
     assert one == other
-    assert one != list(islice(random_operations(4, 9, 4), 60))
+    assert one != list(islice(random_operation_order(4, 9, 4), 60))

@@ -213,7 +213,7 @@ def test_a_derangement_is_one_cycle_through_all_ranks():
 
 def clear_draw_caches():
     """Clear every cache of draws: a cached draw would hide a dependence on the order."""
-    for name in ("keyed_random", "simple_graphs"):
+    for name in ("keyed_random", "graphs"):
         for function in vars(import_module(f"stretto.topology.{name}")).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

@@ -241,7 +241,11 @@ def holdings_of(strategy, state):
     element_bytes = ElementBytes(parameter=8, gradient=8, kept=8, state=state)
     return [
         compute_unit_memory(
-            planned, held.storage.layout, element_bytes, held.storage.rank, strategy.plan.barrier
+            planned,
+            held.sharded.layout,
+            element_bytes,
+            held.sharded.rank,
+            strategy.plan.barrier,
         )
         for planned, held in zip(strategy.plan.units, strategy.inspect().units, strict=True)
     ]

@@ -17,7 +17,7 @@ from stretto.simulator.peer_exchanges import (
     traffic_of_representative,
 )
 from stretto.simulator.step_price import (
-    price_all_reduces,
+    price_exchanges_by_all_reduce,
     price_pairwise_averaging,
     price_peer_exchanges,
 )
@@ -77,7 +77,7 @@ def test_a_single_rank_takes_only_its_computation(name, size):
 
 
 def test_a_single_rank_has_no_all_reduces():
-    priced = price_all_reduces(sums(4), parse_table("ring"), cluster(1))
+    priced = price_exchanges_by_all_reduce(sums(4), parse_table("ring"), cluster(1))
     assert priced.seconds == pytest.approx(STEP_S)
     assert (priced.exposed_s, priced.bytes_per_link) == (0, 0)
 
@@ -98,7 +98,7 @@ def test_no_step_is_below_its_bound(name, size, delay):
 def test_no_step_with_all_reduces_is_below_its_bound(table):
     for hosts, per_host, rate in itertools.product((2, 4), (1, 2), (0.3, 1, 5)):
         where = cluster(hosts, per_host, rate=rate * MODEL_BYTES)
-        priced = price_all_reduces(sums(5), parse_table(table), where)
+        priced = price_exchanges_by_all_reduce(sums(5), parse_table(table), where)
         assert priced.seconds >= priced.bound_s * (1 - 1e-9)
 
 
@@ -133,7 +133,9 @@ def test_a_faster_link_never_slows_gossip(name, hosts, segments, delay, rates):
 def test_a_faster_link_never_slows_all_reduces(table, shape, buckets, rates):
     slow, faster = rates
     seconds = [
-        price_all_reduces(sums(buckets), parse_table(table), cluster(*shape, rate=rate)).seconds
+        price_exchanges_by_all_reduce(
+            sums(buckets), parse_table(table), cluster(*shape, rate=rate)
+        ).seconds
         for rate in (slow * MODEL_BYTES, slow * faster * MODEL_BYTES)
     ]
     assert seconds[1] <= seconds[0] * (1 + 1e-9)

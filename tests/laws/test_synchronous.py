@@ -1,4 +1,7 @@
-"""n ranks equal one rank with n times the batch, for every synchronous strategy and algorithm."""
+"""n ranks equal one rank with n times the batch, for all-reduce by every algorithm.
+
+Sharded training is compared with one rank in `test_plans.py`.
+"""
 
 import copy
 import threading
@@ -20,7 +23,7 @@ from stretto.optim import AdamWConfig, LAMBConfig, LARSConfig, SGDConfig, make_o
 from stretto.strategies import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
 from stretto.train.config import TrainConfig
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.step import accumulate, iterate_rank_samples, update
 from stretto.train.step_consensus import ControlPlane, StepConsensus
 
@@ -109,7 +112,7 @@ def run_rank(
     strategy.reads_gradients = clip_norm is not None
     model = built(make)
     model, optimizer = strategy.attach(model, making(optim, model))
-    parts = Parts(
+    parts = RunParts(
         config=TrainConfig(
             batch=batch, steps=STEPS, accumulation=accumulation, clip_norm=clip_norm
         ),

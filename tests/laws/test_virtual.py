@@ -17,7 +17,7 @@ from stretto.run import PreparedRun, RunConfig, assemble
 from stretto.strategies import STRATEGIES
 from stretto.strategies.adpsgd import ADPSGD
 from stretto.telemetry.events import EvalDone
-from stretto.topology import random_operations
+from stretto.topology import random_operation_order
 from stretto.train.loop import train
 from stretto.train.step_consensus import LAG
 from stretto.virtual import train_virtually
@@ -180,7 +180,9 @@ def test_adpsgd_gives_the_evaluations_of_real_ranks_in_the_same_order(
     order = InOrder(
         operation
         for first, end in pairwise(syncs)
-        for operation in random_operations(workers, end - first, SEED, first=first, max_lead=LAG)
+        for operation in random_operation_order(
+            workers, end - first, SEED, first=first, max_lead=LAG
+        )
     )
     create = ADPSGD.__init__
 

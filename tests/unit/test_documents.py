@@ -242,7 +242,7 @@ WHERE = table_rows("ARCHITECTURE.md", "Where is ...?")
 
 
 def test_twenty_questions_have_an_answer():
-    assert len(WHERE) == 20
+    assert len(WHERE) >= 20
     assert all(question.endswith("?") for question, _, _ in WHERE)
 
 

@@ -1,14 +1,19 @@
 """Old names still work, with a warning; a name and its successor together are refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import stretto
 from stretto.config import load
 from stretto.errors import ConfigError
 from stretto.planner.plan import MessageKind
+from stretto.planner.profile import read_profile
 from stretto.renamed import SETTINGS, RenamedWarning, with_new_settings, with_old_keys
 from stretto.run import RunConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 OLD = {
     "strategy.fusion": '"2KB"',
     "strategy.cuts": "[1, 2]",
@@ -71,6 +76,17 @@ def test_plan_files_with_the_old_words_of_messages_are_read():
     assert MessageKind("regather") is MessageKind.UNSHARD_FOR_BACKWARD
     with pytest.raises(ValueError, match="scatter"):
         MessageKind("scatter")
+
+
+def test_a_profile_with_old_keys_is_read(tmp_path):
+    table = json.loads((ROOT / "benchmarks" / "profiles" / "vgg16_10.json").read_text())
+    values = {"parting": 1.1, "straying": 1.2, "straying_met": 1.3, "holes": 0.25}
+    assert {"parting", "holes"} <= table.keys()
+    (tmp_path / "old.json").write_text(json.dumps({**table, **values}))
+    found = read_profile(tmp_path / "old.json")
+    assert (found.no_barrier_slowdown, found.allocator_overhead) == (1.1, 0.25)
+    assert found.reordering_slowdown == 1.2
+    assert found.reordering_slowdown_with_barrier == 1.3
 
 
 def test_json_records_have_old_keys_beside_the_new_ones():

@@ -274,11 +274,13 @@ def fit_profile(profile: Profile, calibration: CalibrationSteps) -> Profile:
     )
     units = tuple(unit.scaled(unit_scale) for unit in profile.units)
     profile = _fit_gather_ratio(profile.model_copy(update={"units": units}), calibration)
-    parting = (
+    no_barrier_slowdown = (
         calibration.zero2_no_barrier.step_s
         / time_plan(calibration.zero2_no_barrier.plan, profile).step_s
     )
-    return _fit_all_reduce_ratio(profile.model_copy(update={"parting": parting}), calibration)
+    return _fit_all_reduce_ratio(
+        profile.model_copy(update={"no_barrier_slowdown": no_barrier_slowdown}), calibration
+    )
 
 
 def time_generated_plans(
@@ -317,7 +319,9 @@ def correct_generated_plans(profile: Profile, timed_plans: Sequence[TimedPlan]) 
     for one in timed_plans:
         if one.plan.is_reordered:
             factor = max(1.0, one.step_s / time_plan(one.plan, profile).step_s)
-            found["straying_met" if one.plan.barrier else "straying"] = factor
+            found[
+                "reordering_slowdown_with_barrier" if one.plan.barrier else "reordering_slowdown"
+            ] = factor
     return profile.model_copy(update=found)
 
 

@@ -31,7 +31,7 @@ from stretto.cluster.world import World
 from stretto.comm.connect import connect
 from stretto.errors import ConfigError
 from stretto.models import build_model
-from stretto.planner.hand_split import even_shares, split_curve
+from stretto.planner.heuristic_split import even_shares, split_curve
 from stretto.planner.memory import Footprints
 from stretto.planner.plan import Plan
 from stretto.planner.profile import Profile, read_profile

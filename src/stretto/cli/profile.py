@@ -108,8 +108,9 @@ def _summary(found: "Profile") -> list[str]:
         f"{format_bytes(link.bytes_per_s)}/s, {link.lanes} at once; worth joining up to "
         f"{format_bytes(worthwhile_unit_bytes(link))}; an all-gather takes {link.gather_ratio:.2f} "
         f"of a reduce-scatter, an all-reduce {link.sum_ratio:.2f} of both, "
-        f"a step without a barrier {found.parting:.2f} times as long as predicted, a plan's own "
-        f"order {found.straying:.2f} times on top ({found.straying_met:.2f} with a barrier)",
+        f"a step without a barrier {found.no_barrier_slowdown:.2f} times as long as predicted, "
+        f"a plan's own order {found.reordering_slowdown:.2f} times on top "
+        f"({found.reordering_slowdown_with_barrier:.2f} with a barrier)",
     ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.simulator.algorithm_choice import AlgorithmRecommendation
     from stretto.simulator.cluster import Cluster
     from stretto.simulator.price_cache import PriceList
-    from stretto.studies.step_prices import StrategyPrice
+    from stretto.studies.strategy_prices import StrategyPrice
 
 simulate = App(name="simulate", help="Predict costs on a described cluster, from any machine.")
 
@@ -118,7 +118,7 @@ def step(
     from stretto.cluster.detect import detect_world
     from stretto.planner.profile import load_cluster_or_preset
     from stretto.studies.priced_run import CostSource, find_variants
-    from stretto.studies.step_prices import Predictor, price_strategies
+    from stretto.studies.strategy_prices import Predictor, price_strategies
 
     # model.target may name a module beside the run file or in the working directory.
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]

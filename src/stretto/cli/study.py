@@ -90,7 +90,7 @@ def nodes(
     from stretto.studies.node_cells import measure_in_lab, open_record
     from stretto.studies.nodes import cells_table, run_nodes_study, study_settings
     from stretto.studies.plan_comparison import check_parent_folder
-    from stretto.studies.step_prices import Predictor
+    from stretto.studies.strategy_prices import Predictor
 
     # model.target may name a module beside the run file or in the working directory.
     sys.path[:0] = [str(run.parent.resolve()), str(Path.cwd())]

@@ -80,7 +80,7 @@ def derive_store_address(environ: Environ, host: str, job: str) -> StoreAddress:
 
 
 def disable_torch_nccl_watchdog() -> None:
-    """Turn off PyTorch's NCCL watchdog, so that `stretto.comm.watchdog` reports lost peers.
+    """Turn off PyTorch's NCCL watchdog, so that `GpuTimeoutWatchdog` reports lost peers.
 
     PyTorch's watchdog would end the process first and print only the number of the collective,
     not its name. Variables that the user has set stay as they are.

@@ -61,7 +61,7 @@ def read_failure_report(store: Store, generation: int = 0) -> FailureReport | No
 
 
 def _heartbeat_store(store: Store, generation: int) -> Store:
-    return PrefixStore(f"life/{generation}", store)
+    return PrefixStore(f"heartbeat/{generation}", store)
 
 
 class Heartbeat:

@@ -65,7 +65,7 @@ def _rendezvous(world: World, timeout_s: float) -> Rendezvous:
     if world.store_address is None:
         return Rendezvous(world, store)
     rendezvous_store = PrefixStore(f"rendezvous/{world.generation}", store)
-    rendezvous_store.set(f"card/{world.rank}", json.dumps(asdict(rank_info_of(world))))
+    rendezvous_store.set(f"rank-info/{world.rank}", json.dumps(asdict(rank_info_of(world))))
     if world.rank == 0:
         rendezvous_store.set("mesh", _rank_0_reply(rendezvous_store, world, timeout_s))
     address = f"{world.store_address.host}:{world.store_address.port}"
@@ -122,7 +122,7 @@ def _rank_0_reply(rendezvous_store: Store, world: World, timeout_s: float) -> st
 
 
 def _gather_rank_infos(rendezvous_store: Store, size: int, timeout_s: float) -> list[RankInfo]:
-    keys = [f"card/{rank}" for rank in range(size)]
+    keys = [f"rank-info/{rank}" for rank in range(size)]
     try:
         rendezvous_store.wait(keys, timedelta(seconds=timeout_s))
     except RuntimeError:

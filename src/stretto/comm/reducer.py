@@ -2,7 +2,7 @@
 
 `Reducer` counts gradients and starts each bucket when it is complete, in one order on every rank.
 A `BucketReducer` sums one bucket: plain, encoded before every hop, or by its largest entries only.
-`GradientWeights` weigh the gradients of ranks whose local batches differ in size.
+`GradientScaling` weigh the gradients of ranks whose local batches differ in size.
 """
 
 import time
@@ -177,7 +177,7 @@ class _GradientsAndFlagsWork:
 # --- the reducer and the weights of gradients ---
 
 
-class GradientWeights(Protocol):
+class GradientScaling(Protocol):
     """The factor of each rank's gradients, and the divisor of their sum."""
 
     def begin(self) -> None:
@@ -201,7 +201,7 @@ class GradientWeights(Protocol):
         ...
 
 
-class UnitGradientWeights:
+class NoScaling:
     """Weights for gradients that are ready to be added: factor and divisor are 1."""
 
     def begin(self) -> None:
@@ -230,7 +230,7 @@ class Reducer:
         buckets: Sequence[Bucket],
         bucket_reducers: Sequence[BucketReducer],
         transport: Transport,
-        weights: GradientWeights,
+        weights: GradientScaling,
         recorder: Recorder,
     ) -> None:
         self._buckets = buckets
@@ -300,7 +300,7 @@ class Reducer:
         self._recorder.add(Span(f"bucket {index}", lane, started_s, ended_s, step, num_bytes))
 
 
-class SampleWeights:
+class SampleCountScaling:
     """Weights for a user's own loop, whose loss is a mean over a local batch of any size.
 
     Rank i has the weight n_i / sum n, with n_i the samples of its step. A forward hook counts the

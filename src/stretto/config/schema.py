@@ -41,6 +41,7 @@ class Config(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
+        defer_build=True,
         use_attribute_docstrings=True,
     )
 

@@ -45,7 +45,7 @@ from stretto.telemetry.timeline import write_chrome_trace
 from stretto.telemetry.trackers import open_trackers, set_tracker_environment
 from stretto.train.finetune import init_from_checkpoint
 from stretto.train.loop import train
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.state import resume_state
 
 _MUST_MATCH = {
@@ -147,7 +147,7 @@ def _start_data(stack: ExitStack, prepared: PreparedRun, context: WorkerContext,
 
 
 def _restore_or_init(
-    parts: Parts, config: RunConfig, resume: bool, log_line: Callable[[str], None]
+    parts: RunParts, config: RunConfig, resume: bool, log_line: Callable[[str], None]
 ) -> tuple[int, str]:
     """Load a checkpoint to resume or initial weights; return the first step and a note about it."""
     first_step = resume_state(parts, log=log_line) if resume else 0
@@ -158,7 +158,7 @@ def _restore_or_init(
     return 0, init_from_checkpoint(parts, config.init, log_line).note
 
 
-def _already_finished(parts: Parts, first_step: int) -> str:
+def _already_finished(parts: RunParts, first_step: int) -> str:
     if first_step >= parts.total_steps:
         return (
             f"is at step {first_step} of {parts.total_steps} already: raise train.steps or "
@@ -214,7 +214,7 @@ def _open_sinks(
     return sink
 
 
-def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
+def _started(config: RunConfig, parts: RunParts, note: str) -> RunStarted:
     return RunStarted(
         run=config.run.name,
         workers=parts.world.size,
@@ -228,7 +228,7 @@ def _started(config: RunConfig, parts: Parts, note: str) -> RunStarted:
     )
 
 
-def _write_trace(run_dir: Path, parts: Parts, log_line: Callable[[str], None]) -> None:
+def _write_trace(run_dir: Path, parts: RunParts, log_line: Callable[[str], None]) -> None:
     """Write the timeline; a failure to write it is logged and does not fail the run."""
     path = run_dir / "trace" / f"rank-{parts.world.rank}.json"
     try:

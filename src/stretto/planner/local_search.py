@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
+from stretto.planner.candidates import Candidate, Candidates, CandidateSpec, is_valid_plan
 from stretto.planner.message_windows import MessageKey, WindowWidth
 from stretto.planner.plan import MessageKind, Plan
-from stretto.planner.search import Candidate, Candidates, CandidateSpec, is_valid_plan
 from stretto.planner.timing import StepTiming, time_plan
 from stretto.planner.unit_choices import UnitOption
 

@@ -337,7 +337,9 @@ class Footprints:
             layout = make_unit_layout(cost.tensors or (cost.numel,), unit.blocks, ranks, grain)
             # Rank 0 owns most: padding lies at the end, in the chunks of later ranks.
             unit_memory = compute_unit_memory(unit, layout, self._profile.element_bytes, 0, barrier)
-            self._unit_memory_cache[key] = unit_memory.with_allocator_overhead(self._profile.holes)
+            self._unit_memory_cache[key] = unit_memory.with_allocator_overhead(
+                self._profile.allocator_overhead
+            )
         return self._unit_memory_cache[key]
 
     def _receive_buffer_bytes(self, plan: Plan) -> int:

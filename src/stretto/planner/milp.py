@@ -11,8 +11,7 @@ Every plan that can be executed is a solution of this program, because it only r
   slot of an interval in which its group keeps most.
 
 Variables: the options (0 or 1), the seconds that computation waits before each interval, and for
-    each
-group and kind of message the seconds of it that were sent by the end of each interval.
+each group and kind of message the seconds of it that were sent by the end of each interval.
 """
 
 from collections.abc import Iterator, Sequence
@@ -148,12 +147,12 @@ class MilpModel:
             self._limit_memory(rows, interval, memory_limit) for interval in range(self.slots.count)
         ]
         cost, slack_s = self._objective()
-        whole = np.zeros(self._num_columns)
+        integral = np.zeros(self._num_columns)
         upper = np.full(self._num_columns, np.inf)
         for columns in self._choice_columns:
-            whole[columns] = upper[columns] = 1
+            integral[columns] = upper[columns] = 1
         return MilpProblem(
-            cost, upper, whole, rows, tuple(memory), sum(self._interval_seconds), slack_s
+            cost, upper, integral, rows, tuple(memory), sum(self._interval_seconds), slack_s
         )
 
     def _require_all_sent(self, rows: ConstraintRows) -> None:

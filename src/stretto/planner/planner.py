@@ -16,14 +16,14 @@ from operator import attrgetter
 
 import numpy as np
 
-from stretto.planner.hand_split import LeastTrafficSplit
+from stretto.planner.candidates import Candidates, is_valid_plan
+from stretto.planner.heuristic_split import LeastTrafficSplit
 from stretto.planner.local_search import improve_best_plan
 from stretto.planner.memory import Footprints
 from stretto.planner.message_windows import trim_windows
 from stretto.planner.milp import MilpModel
 from stretto.planner.plan import Plan
 from stretto.planner.profile import Profile
-from stretto.planner.search import Candidates, is_valid_plan
 from stretto.planner.solver import MilpProblem, Solution, Solver, SolverArrays
 from stretto.planner.unit_choices import (
     OptionAssigner,
@@ -120,7 +120,10 @@ def make_plan(
     if barrier or constraints.barrier:
         return _plan_once(profile, memory_limit, replace(constraints, barrier=True))
     without_barrier = _plan_once(profile, memory_limit, constraints)
-    if max(profile.parting, profile.parting * profile.straying) <= 1.0:  # a barrier only forbids
+    if (
+        max(profile.no_barrier_slowdown, profile.no_barrier_slowdown * profile.reordering_slowdown)
+        <= 1.0
+    ):  # a barrier only forbids
         return without_barrier
     with_barrier = make_plan(profile, memory_limit, constraints, barrier=True)
     best = min(without_barrier, with_barrier, key=attrgetter("step_s"))
@@ -137,7 +140,7 @@ def _plan_once(profile: Profile, memory_limit: int, constraints: PlanConstraints
     Options are compared as if messages kept the order of use. Each plan that is built is timed with
     its own order.
     """
-    scaled_profile = profile.scaled(1.0 if constraints.barrier else profile.parting)
+    scaled_profile = profile.scaled(1.0 if constraints.barrier else profile.no_barrier_slowdown)
     # Both solver processes take half a second to start. Start them together, before other work.
     with Solver() as lp_solver, Solver() as milp_solver, ThreadPoolExecutor(1) as pool:
         footprints = Footprints(profile)
@@ -150,13 +153,15 @@ def _plan_once(profile: Profile, memory_limit: int, constraints: PlanConstraints
         )
         problem = milp_model.problem(memory_limit)
         arrays = solver_arrays(problem)
-        milp_future = pool.submit(milp_solver.solve, arrays, whole=True, limit_s=_MILP_TIME_LIMIT_S)
+        milp_future = pool.submit(
+            milp_solver.solve, arrays, integral=True, limit_s=_MILP_TIME_LIMIT_S
+        )
         candidates.try_presets()
         candidates.try_options(
             "greedy", assigner.fit_to_memory(assigner.fastest_options(), memory_limit)
         )
         greedy_s = candidates.best_step_s
-        lp_solution = lp_solver.solve(arrays, whole=False, limit_s=_LP_TIME_LIMIT_S)
+        lp_solution = lp_solver.solve(arrays, integral=False, limit_s=_LP_TIME_LIMIT_S)
         for selected_options in _least_traffic_options(
             scaled_profile, assigner, memory_limit, lp_solver
         ):
@@ -223,7 +228,7 @@ def solver_arrays(problem: MilpProblem) -> SolverArrays:
     return {
         "cost": problem.cost,
         "upper": problem.upper,
-        "whole": problem.whole,
+        "integral": problem.integral,
         "rows": np.array(rows.rows, dtype=float),
         "columns": np.array(rows.columns, dtype=float),
         "values": np.array(rows.values),

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from stretto.cluster.world import Mesh
 from stretto.collectives.algorithms import ALL_GATHER, HOST_ALL_GATHER, REDUCE_SCATTER
 from stretto.collectives.schedule import Schedule
-from stretto.errors import ConfigError
 from stretto.planner.plan import (
     ElementBytes,
     FrozenModel,
@@ -24,6 +22,7 @@ from stretto.planner.plan import (
     read_versioned,
 )
 from stretto.planner.presets import UnitShape
+from stretto.renamed import PROFILE_KEYS
 from stretto.simulator.cluster import PRESETS, Cluster, load_cluster, preset
 from stretto.simulator.price import price
 
@@ -132,6 +131,12 @@ class Link(FrozenModel):
         )
 
 
+def _named(key: str, default: float, **limits: Any) -> Any:  # noqa: ANN401 - as `Field` has it
+    """Return a field that a file has under ``key`` or under its old name."""
+    names = AliasChoices(key, *(old for old, new in PROFILE_KEYS.items() if new == key))
+    return Field(default, validation_alias=names, **limits)
+
+
 class Profile(VersionedModel):
     """The costs of a model's units and of the link of a cluster."""
 
@@ -149,15 +154,15 @@ class Profile(VersionedModel):
     """Update time of the whole model, if the update waits for all gradients."""
     slowdown: float = Field(default=1.0, ge=1)
     """Factor on the compute time while a message is being sent."""
-    parting: float = Field(default=1.0, gt=0)
+    no_barrier_slowdown: float = _named("no_barrier_slowdown", 1.0, gt=0)
     """Factor on all times if no barrier keeps the ranks together."""
-    straying: float = Field(default=1.0, gt=0)
+    reordering_slowdown: float = _named("reordering_slowdown", 1.0, gt=0)
     """Additional factor for plans without a barrier whose messages leave the order of use."""
-    straying_met: float = Field(default=1.0, gt=0)
+    reordering_slowdown_with_barrier: float = _named("reordering_slowdown_with_barrier", 1.0, gt=0)
     """The same factor for plans with a barrier."""
     other_bytes: int = Field(default=0, ge=0)
     """Bytes of everything else: buffers, frozen parameters, the batch."""
-    holes: float = Field(default=0.0, ge=0)
+    allocator_overhead: float = _named("allocator_overhead", 0.0, ge=0)
     """Allocator overhead of model states and messages, as a share of their bytes.
     The overhead of everything else is included in its bytes."""
     source: str = ""
@@ -226,49 +231,41 @@ class Profile(VersionedModel):
             update={
                 "units": tuple(unit.with_allocator_overhead(share) for unit in self.units),
                 "other_bytes": math.ceil(self.other_bytes * (1 + share)) + fixed_bytes,
-                "holes": share,
+                "allocator_overhead": share,
             }
         )
 
     @property
     def has_rank_skew(self) -> bool:
         """Whether the ranks were measured to lose time by drifting apart."""
-        return max(self.parting, self.straying, self.straying_met) > 1.0
+        return (
+            max(
+                self.no_barrier_slowdown,
+                self.reordering_slowdown,
+                self.reordering_slowdown_with_barrier,
+            )
+            > 1.0
+        )
 
     def adjusted_for(self, plan: Plan) -> "Profile":
         """Return the profile scaled for ``plan``, by its barrier and the order of its messages."""
-        parting, straying = self.parting, self.straying
+        factor, reordering = self.no_barrier_slowdown, self.reordering_slowdown
         if plan.barrier:
-            parting, straying = 1.0, self.straying_met
-        return self.scaled(parting * (straying if plan.is_reordered else 1.0))
+            factor, reordering = 1.0, self.reordering_slowdown_with_barrier
+        return self.scaled(factor * (reordering if plan.is_reordered else 1.0))
 
     def scaled(self, factor: float) -> "Profile":
         """Return the profile with all times multiplied by ``factor``, for every plan."""
-        unscaled = {"parting": 1.0, "straying": 1.0, "straying_met": 1.0}
+        unscaled = {
+            "no_barrier_slowdown": 1.0,
+            "reordering_slowdown": 1.0,
+            "reordering_slowdown_with_barrier": 1.0,
+        }
         if factor == 1.0:
             return self.model_copy(update=unscaled)
         units = tuple(unit.scaled(factor) for unit in self.units)
         changes = {"units": units, "link": self.link.scaled(factor)}
         return self.model_copy(update={**unscaled, **changes, "update_s": self.update_s * factor})
-
-
-def check_same_units(profile: Profile, shapes: Sequence[UnitShape], profile_name: str) -> None:
-    """Check that ``profile`` has these units; error messages call it ``profile_name``.
-
-    Raises:
-        ConfigError: Its units are others.
-    """
-    for index, (cost, shape) in enumerate(zip_longest(profile.units, shapes)):
-        if cost is None or shape is None or (cost.name, cost.numel) != (shape.name, shape.numel):
-            raise ConfigError(
-                f"{profile_name} is a profile of another model: its unit {index} is "
-                f"{_describe_unit(cost)}, here it is {_describe_unit(shape)}; make it anew for "
-                "this model and strategy.unit"
-            )
-
-
-def _describe_unit(unit: UnitCost | UnitShape | None) -> str:
-    return "missing" if unit is None else f"{unit.name} of {unit.numel} elements"
 
 
 def read_profile(path: Path) -> Profile:

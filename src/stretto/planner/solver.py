@@ -52,7 +52,7 @@ class MilpProblem:
 
     cost: NDArray[np.float64]
     upper: NDArray[np.float64]
-    whole: NDArray[np.float64]
+    integral: NDArray[np.float64]
     """1 where x must be an integer, else 0."""
     rows: ConstraintRows
     memory_rows: tuple[int, ...]
@@ -103,12 +103,12 @@ class Solver:
         self._process.kill()
         self._process.communicate()
 
-    def solve(self, arrays: SolverArrays, *, whole: bool, limit_s: float) -> Solution | None:
+    def solve(self, arrays: SolverArrays, *, integral: bool, limit_s: float) -> Solution | None:
         """Solve a problem within ``limit_s`` seconds.
 
         Args:
             arrays: The problem, as arrays by name.
-            whole: Whether to require integers; otherwise the continuous relaxation is solved.
+            integral: Whether to require integers; otherwise the continuous relaxation is solved.
             limit_s: The time limit.
 
         Returns:
@@ -116,7 +116,7 @@ class Solver:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        limits = {"limit_s": np.array([limit_s]), "whole_numbers": np.array([float(whole)])}
+        limits = {"limit_s": np.array([limit_s]), "whole_numbers": np.array([float(integral)])}
         end = Timer(limit_s + GRACE_S, self._process.kill)
         end.start()
         try:
@@ -178,7 +178,7 @@ def _solve_milp(problem: SolverArrays, matrix: object, limit_s: float) -> Solver
 
     found = milp(
         problem["cost"],
-        integrality=problem["whole"],
+        integrality=problem["integral"],
         bounds=Bounds(0, problem["upper"]),
         constraints=LinearConstraint(matrix, problem["lower"], problem["upper_rows"]),
         options={"time_limit": limit_s, "mip_rel_gap": float(problem["gap"][0])},

@@ -7,12 +7,14 @@ It follows the rules of `stretto.planner.exact_timing`, which simulates links wi
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
+from stretto.errors import ConfigError
 from stretto.planner.check import ready_half_slot
 from stretto.planner.exact_timing import CycleTiming, ExactTiming, TimeInterval
 from stretto.planner.plan import MessageKind, Plan, PlanMessage
 from stretto.planner.presets import UnitShape
-from stretto.planner.profile import Profile, check_same_units
+from stretto.planner.profile import Profile, UnitCost
 
 _MAX_CYCLES = 64
 _RELATIVE_TOLERANCE = 1e-9
@@ -268,3 +270,22 @@ def time_plan(plan: Plan, profile: Profile) -> StepTiming:
             break
         before_s = cycle.step_s
     return StepTiming(cycle.step_s, tuple(cycle.slots), tuple(cycle.messages))
+
+
+def check_same_units(profile: Profile, shapes: Sequence[UnitShape], profile_name: str) -> None:
+    """Check that ``profile`` has these units; error messages call it ``profile_name``.
+
+    Raises:
+        ConfigError: Its units are others.
+    """
+    for index, (cost, shape) in enumerate(zip_longest(profile.units, shapes)):
+        if cost is None or shape is None or (cost.name, cost.numel) != (shape.name, shape.numel):
+            raise ConfigError(
+                f"{profile_name} is a profile of another model: its unit {index} is "
+                f"{_describe_unit(cost)}, here it is {_describe_unit(shape)}; make it anew for "
+                "this model and strategy.unit"
+            )
+
+
+def _describe_unit(unit: UnitCost | UnitShape | None) -> str:
+    return "missing" if unit is None else f"{unit.name} of {unit.numel} elements"

@@ -231,11 +231,11 @@ def gantt_figure(run: RunRecord) -> Figure | None:
     rows = [row for row in (_excerpt(each, steps) for each in run.timelines) if row.spans]
     if not rows:
         return None
-    start_times_s, is_aligned = _start_times_s(rows)
+    start_times_s, clocks_differ = _start_times_s(rows)
     labels = _labels(rows[:_MOST_RANKS])
     return Figure(
         f"A few steps of {strip_unprintable(run.name)}",
-        _caption(len(rows), is_aligned),
+        _caption(len(rows), clocks_differ),
         _traces(rows[:_MOST_RANKS], start_times_s, labels),
         {
             "barmode": "overlay",
@@ -352,13 +352,13 @@ def _kind(span: Span) -> str:
     return re.sub(r"[\s\[#_-]*\d+\]?\s*$", "", span.name) or span.name
 
 
-def _caption(num_ranks: int, is_aligned: bool) -> str:
+def _caption(num_ranks: int, clocks_differ: bool) -> str:
     text = (
         "Each row shows one worker's computation or communication over time. A communication bar "
         "under a compute bar costs nothing; where it stands alone, the worker waits."
     )
     if num_ranks > _MOST_RANKS:
         text += f" Shown are the first {_MOST_RANKS} of {num_ranks} workers."
-    if is_aligned:
+    if clocks_differ:
         text += " The workers' clocks differ, so each worker starts at zero."
     return text

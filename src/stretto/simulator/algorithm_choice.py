@@ -1,7 +1,10 @@
 """Choose all-reduce algorithms by message size, and the bucket size, from simulated prices.
 
-`choose_table` returns the measured table of a cluster where there is one, else the cheapest
-algorithms by price. `choose_bucket_bytes` returns the bucket size for such a table.
+Training uses `choose_back_to_back_table`: the algorithms with the least simulated price for
+messages that follow one another, as the buckets of a step do. `choose_table` is for single
+messages: it returns the measured table of a cluster where there is one, else the cheapest
+algorithms by price.
+`choose_bucket_bytes` returns the bucket size for a table.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,9 @@
 """Predict the time of a training step, the exposed communication in it, and its bottleneck.
 
-`price_all_reduces` prices exchanges that all ranks sum, `price_peer_exchanges` gossip and
-`price_pairwise_averaging` AD-PSGD.
+`price_exchanges_by_all_reduce` prices exchanges that all ranks sum, `price_peer_exchanges` gossip
+and `price_pairwise_averaging` AD-PSGD. How exchanges overlap with computation is simulated in
+`stretto.simulator.step_timeline`; which exchanges a strategy makes is in
+`stretto.studies.strategy_prices`.
 """
 
 import math
@@ -191,7 +193,7 @@ class StepPrice:
         }
 
 
-def price_all_reduces(
+def price_exchanges_by_all_reduce(
     step_timeline: StepTimeline, table: AlgorithmTable, cluster: Cluster
 ) -> StepPrice:
     """Return the step price where exchanges are all-reduces with the algorithms of ``table``.

@@ -2,7 +2,8 @@
 
 The training loop divides its loss by the global number of samples before backward. The sum over
 ranks is therefore the mean over the global batch, divided once. In a user's own loop the loss is a
-mean over the local batch: `SampleWeights` multiplies by the local count and divides by the total.
+mean over the local batch: `SampleCountScaling` multiplies by the local count and divides by the
+total.
 """
 
 import time
@@ -23,10 +24,10 @@ from stretto.comm.buckets import Bucket, TensorInfo, cut_buckets, parameters_in_
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.reducer import (
     BucketReducer,
-    GradientWeights,
+    GradientScaling,
+    NoScaling,
     Reducer,
-    SampleWeights,
-    UnitGradientWeights,
+    SampleCountScaling,
     bucket_reducers_for,
 )
 from stretto.comm.transport import Transport
@@ -172,7 +173,7 @@ class AllReduce:
         self._buckets: list[Bucket] = []
         self._frozen: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
-        self._weights: GradientWeights = UnitGradientWeights()
+        self._weights: GradientScaling = NoScaling()
         self._reducer: Reducer | None = None
         self._optimizer: Optimizer | None = None
         self._step = 0
@@ -190,7 +191,7 @@ class AllReduce:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         if self._weigh_samples:
-            self._weights = SampleWeights(model)
+            self._weights = SampleCountScaling(model)
         ordered = [p for _, p in parameters_in_backward_order(model)]
         wire = parse_wire(self._config.wire)
         for count in resolve_bucket_lengths(self._config, model):

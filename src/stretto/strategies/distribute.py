@@ -1,4 +1,4 @@
-"""Distribute an ordinary PyTorch training loop with two changed lines.
+"""Distribute an ordinary PyTorch training loop with three changed lines, one of them an import.
 
 ::
 

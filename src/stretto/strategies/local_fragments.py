@@ -38,7 +38,7 @@ class FragmentExchange(Protocol):
         """Wait for all messages; the parameters do not change."""
         ...
 
-    def outer_gradient(self, start: Tensor) -> Tensor:
+    def pseudo_gradient(self, start: Tensor) -> Tensor:
         """Return ``start`` minus the peers' mean, as a new tensor; call it after `wait`."""
         ...
 
@@ -83,7 +83,7 @@ class AllReduceExchange:
         """Wait for the all-reduce."""
         self._work.wait()
 
-    def outer_gradient(self, start: Tensor) -> Tensor:
+    def pseudo_gradient(self, start: Tensor) -> Tensor:
         """Return the mean difference; it has the same bits on all ranks."""
         return self.buffer.to(start.dtype) / self._bound.schedule.size
 
@@ -115,7 +115,7 @@ class PairExchange:
     def wait(self) -> None:
         """Do nothing: `start_round` has waited."""
 
-    def outer_gradient(self, start: Tensor) -> Tensor:
+    def pseudo_gradient(self, start: Tensor) -> Tensor:
         """Return ``start`` minus the pair's mean."""
         return start - self.buffer
 
@@ -187,8 +187,8 @@ class Fragment:
         With ``mix`` below 1 they move only that fraction of the way from their current values.
         """
         self._exchange.wait()
-        outer_gradient = self._exchange.outer_gradient(self._start)
-        self._outer.rule([self._start], self._momenta, [outer_gradient], lr)
+        pseudo_gradient = self._exchange.pseudo_gradient(self._start)
+        self._outer.rule([self._start], self._momenta, [pseudo_gradient], lr)
         self._write_values(
             self._start if mix == 1 else self._current_values().lerp_(self._start, mix)
         )

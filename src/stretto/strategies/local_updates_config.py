@@ -83,7 +83,7 @@ class AveragedConfig(LocalConfig):
     def outer(self) -> OuterOptimizer:
         """Return plain averaging: ranks continue from their mean."""
         return OuterOptimizer(
-            lambda starts, _, outer_gradient, _lr: outer_average_(starts, outer_gradient),
+            lambda starts, _, pseudo_gradient, _lr: outer_average_(starts, pseudo_gradient),
             has_momentum=False,
         )
 
@@ -149,8 +149,8 @@ class SlowMoConfig(AveragedConfig):
         """Return SlowMo's rule, whose momentum is in units of the steps' learning rate."""
         alpha, beta = self.alpha, self.beta
         return OuterOptimizer(
-            lambda s, u, outer_gradient, lr: outer_slowmo_(
-                s, u, outer_gradient, lr=lr, alpha=alpha, beta=beta
+            lambda s, u, pseudo_gradient, lr: outer_slowmo_(
+                s, u, pseudo_gradient, lr=lr, alpha=alpha, beta=beta
             )
         )
 
@@ -181,8 +181,8 @@ class DiLoCoConfig(AveragedConfig):
         """Return SGD with Nesterov momentum."""
         lr, momentum = self.outer_lr, self.outer_momentum
         return OuterOptimizer(
-            lambda s, m, outer_gradient, _: outer_nesterov_(
-                s, m, outer_gradient, lr=lr, momentum=momentum
+            lambda s, m, pseudo_gradient, _: outer_nesterov_(
+                s, m, pseudo_gradient, lr=lr, momentum=momentum
             )
         )
 
@@ -230,8 +230,8 @@ class NoLoCoConfig(LocalConfig):
         """Return NoLoCo's rule: follow the pair's mean with momentum."""
         lr, momentum = self.outer_lr, self.outer_momentum
         return OuterOptimizer(
-            lambda s, m, outer_gradient, _: outer_noloco_(
-                s, m, outer_gradient, lr=lr, momentum=momentum
+            lambda s, m, pseudo_gradient, _: outer_noloco_(
+                s, m, pseudo_gradient, lr=lr, momentum=momentum
             )
         )
 

@@ -26,7 +26,7 @@ from stretto.studies.node_cells import (
     check_same_settings,
 )
 from stretto.studies.priced_run import CostSource, StrategyVariant
-from stretto.studies.step_prices import Predictor, with_samples_per_rank
+from stretto.studies.strategy_prices import Predictor, with_samples_per_rank
 from stretto.units import format_s
 
 Say = Callable[[str], None]

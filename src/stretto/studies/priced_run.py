@@ -19,7 +19,8 @@ from stretto.cluster.world import Mesh, World
 from stretto.config.formatting import suggest_known_name
 from stretto.errors import ConfigError
 from stretto.planner.model_units import ModelUnit
-from stretto.planner.profile import Profile, check_same_units, read_profile
+from stretto.planner.profile import Profile, read_profile
+from stretto.planner.timing import check_same_units
 from stretto.profiler.estimate import ModelToEstimate as Estimated
 from stretto.profiler.estimate import to_meta, trace_units
 from stretto.recipes import load_run

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,16 +98,6 @@ def busy_s(spans: Iterable[Span]) -> float:
             total_s += span.end_s - max(span.start_s, covered_until_s)
             covered_until_s = span.end_s
     return total_s
-
-
-def exposed_s(timeline: Timeline, *, comm_lanes: Collection[str], compute_lane: str) -> float:
-    """Return the time spent in communication while ``compute_lane`` was idle.
-
-    This is the communication that did not overlap: time busy with either, minus compute time.
-    """
-    compute = [span for span in timeline.spans if span.lane == compute_lane]
-    comm = [span for span in timeline.spans if span.lane in comm_lanes]
-    return max(0.0, busy_s(compute + comm) - busy_s(compute))
 
 
 def chrome_trace(timelines: Iterable[Timeline]) -> dict[str, Any]:

@@ -10,14 +10,7 @@ from typing import NamedTuple
 
 from stretto.errors import ConfigError
 from stretto.topology.base_graph import base_graph, hyper_hypercube, hypercube, simple_base_graph
-from stretto.topology.mixing import Edge, Mixing, RoundPeers, Topology, grouped
-from stretto.topology.pairwise import (
-    OperationKind,
-    WorkerOperation,
-    passive_peer,
-    random_operations,
-)
-from stretto.topology.simple_graphs import (
+from stretto.topology.graphs import (
     complete,
     derangement,
     equidyn,
@@ -26,6 +19,13 @@ from stretto.topology.simple_graphs import (
     ring,
     static_exponential,
     undirected_equidyn,
+)
+from stretto.topology.mixing import Edge, Mixing, RoundPeers, Topology, grouped
+from stretto.topology.pairwise import (
+    OperationKind,
+    WorkerOperation,
+    passive_peer,
+    random_operation_order,
 )
 
 
@@ -115,7 +115,7 @@ __all__ = [
     "matching",
     "one_peer_exponential",
     "passive_peer",
-    "random_operations",
+    "random_operation_order",
     "ring",
     "simple_base_graph",
     "static_exponential",

@@ -5,7 +5,7 @@ any time. If any rank could contact any other, ranks could wait for each other i
 active and passive ranks there is no such deadlock (Lian et al., 2018, arXiv:1710.06952).
 
 In a real run the arrival of messages decides the order. Tests and virtual workers need an order
-that is reproducible; they use `random_operations`.
+that is reproducible; they use `random_operation_order`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ def passive_peer(rank: int, size: int, step: int, seed: int = 0) -> int | None:
     return passive[keyed.word_to_index(len(passive), word)]
 
 
-def random_operations(
+def random_operation_order(
     size: int,
     steps: int,
     seed: int = 0,

@@ -11,14 +11,14 @@ from stretto.comm.transport import all_gather_text, all_reduce_small_
 from stretto.data.loader import LoadedSamples, Prefetcher
 from stretto.errors import StrettoError
 from stretto.telemetry.events import DataRead
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.step import iterate_rank_samples
 
 
 class StepBatches:
     """Iterates over (step, this rank's loaded samples); can go back to an earlier step."""
 
-    def __init__(self, parts: Parts, first_step: int) -> None:
+    def __init__(self, parts: RunParts, first_step: int) -> None:
         self._parts = parts
         self._next = first_step
         self._batches: Prefetcher | None = None
@@ -54,7 +54,7 @@ class StepBatches:
 class ReadReporter:
     """Sums the read statistics of all ranks; reports each unreadable sample only once."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         for source in (parts.source, parts.test_source):
             source.take_statistics()  # drop the samples read by a trial of the model

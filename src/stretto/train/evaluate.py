@@ -29,14 +29,14 @@ from stretto.data.sample_source import SampleSource
 from stretto.models import per_sample_accuracy, per_sample_loss
 from stretto.telemetry.events import EvalDone
 from stretto.train.config import TrainConfig
-from stretto.train.parts import Parts
-from stretto.train.precision import Precision
+from stretto.train.precision import Precision, forward_in_precision
+from stretto.train.run_parts import RunParts
 from stretto.train.state import consolidated_model
-from stretto.train.step import forward, forward_in_precision, seed_randomness
+from stretto.train.step import forward, seed_randomness
 
 
 @torch.no_grad()
-def reestimate_batch_norm(parts: Parts, steps_done: int) -> None:
+def reestimate_batch_norm(parts: RunParts, steps_done: int) -> None:
     """Set batch-norm statistics from some training samples, after ``steps_done`` steps.
 
     All ranks call this together, inside `consolidated_model`, and end with equal batch-norm
@@ -209,7 +209,7 @@ _BATCH = 256
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, steps_done: int) -> EvalDone:
+def evaluate(parts: RunParts, steps_done: int) -> EvalDone:
     """Compute loss and accuracy on held-out data after ``steps_done`` steps; all ranks together.
 
     If replicas differ, their mean is evaluated, and in addition each replica on its rank's samples.
@@ -239,7 +239,7 @@ def evaluate(parts: Parts, steps_done: int) -> EvalDone:
     )
 
 
-def _sum_rank_metrics(parts: Parts) -> Tensor:
+def _sum_rank_metrics(parts: RunParts) -> Tensor:
     """Return the sums of losses and correct answers, and the number, of this rank's samples."""
     sample_indices = np.arange(
         parts.transport.rank, parts.test_source.num_samples, parts.transport.size

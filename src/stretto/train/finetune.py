@@ -29,7 +29,7 @@ from stretto.config.formatting import did_you_mean, toml_value
 from stretto.errors import CheckpointError, ConfigError, StrettoError
 from stretto.models import AnyModelConfig, ModelConfig, ResNet, build_model, head_layer_names
 from stretto.models.backbone import belongs_to_layers, from_torchvision, has_torchvision_names
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 
 _TABLE: TypeAdapter[AnyModelConfig] = TypeAdapter(ModelConfig)
 
@@ -151,7 +151,7 @@ def check_init(init: InitConfig, model: nn.Module, log: Callable[[str], None]) -
 
 
 def init_from_checkpoint(
-    parts: Parts, init: InitConfig, log: Callable[[str], None]
+    parts: RunParts, init: InitConfig, log: Callable[[str], None]
 ) -> InitialWeights:
     """Load the weights that ``init`` names into the model, before the first step.
 

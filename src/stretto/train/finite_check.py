@@ -29,7 +29,7 @@ from stretto.errors import StrettoError
 from stretto.models import per_sample_loss
 from stretto.strategies import StepGradients
 from stretto.telemetry.events import StepSkipped
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.state import (
     consolidated_model,
     first_nonfinite_parameter,
@@ -48,7 +48,7 @@ from stretto.train.step_consensus import (
 T = TypeVar("T")
 
 
-def locate_nan(parts: Parts, step: int, batch: LoadedSamples, *, found_here: bool) -> str:
+def locate_nan(parts: RunParts, step: int, batch: LoadedSamples, *, found_here: bool) -> str:
     """Return which rank, layer or parameter first had a value that is not finite.
 
     The text is the same on every rank; all ranks call this together. The rank whose loss was not
@@ -66,7 +66,7 @@ def locate_nan(parts: Parts, step: int, batch: LoadedSamples, *, found_here: boo
     return reports[0] + more
 
 
-def locate_nan_in_gradients(parts: Parts) -> str:
+def locate_nan_in_gradients(parts: RunParts) -> str:
     """Return the first parameter, in backward order, whose gradient is not finite.
 
     Every rank examines the gradients it holds; all ranks call this together.
@@ -81,7 +81,7 @@ def locate_nan_in_gradients(parts: Parts) -> str:
     )
 
 
-def locate_local_nan(parts: Parts, step: int, batch: LoadedSamples, *, found_here: bool) -> str:
+def locate_local_nan(parts: RunParts, step: int, batch: LoadedSamples, *, found_here: bool) -> str:
     """Return what `locate_nan` does, for this rank alone and without communication.
 
     It is used if replicas differ, because each rank then skips its own steps.
@@ -91,26 +91,26 @@ def locate_local_nan(parts: Parts, step: int, batch: LoadedSamples, *, found_her
     return _describe_first(parts, set(_nonfinite_gradients(parts)))
 
 
-def _nonfinite_gradients(parts: Parts) -> list[str]:
+def _nonfinite_gradients(parts: RunParts) -> list[str]:
     """Return the names of the parameters whose gradient on this rank is not finite."""
     named = parts.strategy.named_gradients()
     return sorted({name for name, gradient in named if not _is_finite(gradient)})
 
 
-def _describe_first(parts: Parts, nonfinite_names: set[str]) -> str:
+def _describe_first(parts: RunParts, nonfinite_names: set[str]) -> str:
     for name, _ in parameters_in_backward_order(parts.model):
         if name in nonfinite_names:
             return f"losses are finite, the gradient of {name} is not"
     return "losses are finite, and so is every gradient by now"
 
 
-def _all_gather_object(local_value: T, parts: Parts) -> list[T]:
+def _all_gather_object(local_value: T, parts: RunParts) -> list[T]:
     """Return the value of every rank, in the order of ranks; all ranks call this together."""
     return [json.loads(text) for text in all_gather_text(json.dumps(local_value), parts.transport)]
 
 
 @torch.no_grad()
-def locate_nan_in_forward(parts: Parts, step: int, batch: LoadedSamples) -> str:
+def locate_nan_in_forward(parts: RunParts, step: int, batch: LoadedSamples) -> str:
     """Run this rank's forward of ``step`` again; return where values first become non-finite."""
     if not _is_finite(batch.inputs):
         return "the samples themselves are not finite"
@@ -161,13 +161,15 @@ def _is_finite(tensor: Tensor) -> bool:
 class NanLocator(Protocol):
     """Describes the source of a non-finite value: `locate_nan` or `locate_local_nan`."""
 
-    def __call__(self, parts: Parts, step: int, batch: LoadedSamples, *, found_here: bool) -> str:
+    def __call__(
+        self, parts: RunParts, step: int, batch: LoadedSamples, *, found_here: bool
+    ) -> str:
         """Return the description; ``found_here`` is whether this rank's own loss was not finite."""
         ...
 
 
 def make_consensus_and_check(
-    parts: Parts, control: ControlPlane
+    parts: RunParts, control: ControlPlane
 ) -> "tuple[AnyConsensus, FiniteCheck]":
     """Return the consensus of a run's ranks, and the finite check that uses it.
 
@@ -184,7 +186,7 @@ def make_consensus_and_check(
 class FiniteCheck:
     """Decides about each step whether it is kept, and records skipped steps."""
 
-    def __init__(self, parts: Parts, consensus: AnyConsensus, nan_locator: NanLocator) -> None:
+    def __init__(self, parts: RunParts, consensus: AnyConsensus, nan_locator: NanLocator) -> None:
         self._parts = parts
         self._consensus = consensus
         self._locate_nan = nan_locator

@@ -21,13 +21,13 @@ from stretto.train.batches import ReadReporter, StepBatches
 from stretto.train.evaluate import evaluate
 from stretto.train.finite_check import FiniteCheck, make_consensus_and_check
 from stretto.train.meter import StepMeter
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.state import save_state
 from stretto.train.step import accumulate, update
 from stretto.train.step_consensus import AnyConsensus, ControlPlane
 
 
-def train(parts: Parts, first_step: int = 0, control: ControlPlane | None = None) -> RunEnded:
+def train(parts: RunParts, first_step: int = 0, control: ControlPlane | None = None) -> RunEnded:
     """Run the steps from ``first_step`` to the end; all ranks call this together.
 
     A stop request to any rank ends the run for all, with a checkpoint, after a step on which they
@@ -79,7 +79,7 @@ def train(parts: Parts, first_step: int = 0, control: ControlPlane | None = None
 
 
 def _run_step(
-    parts: Parts,
+    parts: RunParts,
     step: int,
     batch: LoadedSamples,
     consensus: AnyConsensus,

@@ -15,7 +15,7 @@ from stretto.data.loader import LoadedSamples
 from stretto.strategies import StepGradients
 from stretto.telemetry.events import EvalDone, RunEnded, Scaling, StepDone
 from stretto.telemetry.timeline import Span
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _PendingMetrics:
 class StepMeter:
     """Accumulates times and losses locally; ranks communicate only when a log line is due."""
 
-    def __init__(self, parts: Parts, first_step: int) -> None:
+    def __init__(self, parts: RunParts, first_step: int) -> None:
         self._parts = parts
         self._first_step = first_step
         self._run_start_s = self._pace_start_s = time.monotonic()

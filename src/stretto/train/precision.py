@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from stretto.errors import CheckpointError
 
@@ -24,6 +25,14 @@ MIN_SCALE = 1.0
 """An overflow at this scale cannot be cured by a smaller one."""
 GROWTH_INTERVAL = 2000
 """Steps without overflow after which the scale is doubled."""
+
+
+def forward_in_precision(precision: Precision, model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return a model's outputs, computed in ``precision``."""
+    half = HALF_DTYPES.get(precision)
+    with torch.autocast(inputs.device.type, half, enabled=half is not None):
+        outputs: Tensor = model(inputs)
+    return outputs
 
 
 @dataclass(slots=True)

@@ -25,11 +25,11 @@ from stretto.comm.broadcast import as_bytes, broadcast_, broadcast_text, gather_
 from stretto.comm.transport import Transport, all_reduce_small_
 from stretto.errors import CheckpointError, StrettoError
 from stretto.telemetry.events import CheckpointSaved
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 
 
 @contextmanager
-def consolidated_model(parts: Parts) -> Iterator[Mapping[str, Tensor]]:
+def consolidated_model(parts: RunParts) -> Iterator[Mapping[str, Tensor]]:
     """Make parameters and buffers equal on all ranks inside the block; all ranks enter together.
 
     Between steps, batch statistics are each rank's own. Evaluating and saving need one model but
@@ -52,7 +52,7 @@ def consolidated_model(parts: Parts) -> Iterator[Mapping[str, Tensor]]:
                 buffer.copy_(local_tensors[name])
 
 
-def gather_local_buffers(parts: Parts, local_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_local_buffers(parts: RunParts, local_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all ranks' own buffers under their checkpoint names; empty except on rank 0.
 
     All ranks call this together, inside `consolidated_model`. Only persistent buffers are returned,
@@ -78,7 +78,7 @@ def gather_local_buffers(parts: Parts, local_tensors: Mapping[str, Tensor]) -> d
     }
 
 
-def gather_strategy_state(parts: Parts) -> dict[str, Tensor]:
+def gather_strategy_state(parts: RunParts) -> dict[str, Tensor]:
     """Return the strategy's local state of all ranks by checkpoint name; empty except on rank 0."""
     local_tensors = parts.strategy.local_state()
     of_ranks = (
@@ -106,7 +106,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(as_bytes([one]), as_bytes([other]))
 
 
-def save_state(parts: Parts, next_step: int) -> None:
+def save_state(parts: RunParts, next_step: int) -> None:
     """Let rank 0 save the state of all ranks; nothing is changed. All ranks call this together."""
     with consolidated_model(parts) as local_buffers:
         _refuse_nonfinite_weights(parts, next_step)
@@ -120,7 +120,7 @@ def save_state(parts: Parts, next_step: int) -> None:
     parts.report(CheckpointSaved(next_step, str(saved.path), saved.num_bytes, saved.seconds))
 
 
-def _refuse_nonfinite_weights(parts: Parts, next_step: int) -> None:
+def _refuse_nonfinite_weights(parts: RunParts, next_step: int) -> None:
     """Raise on all ranks if the weights, which are equal on all ranks, are not finite."""
     if name := first_nonfinite_parameter(parts.model):
         raise StrettoError(
@@ -136,7 +136,7 @@ def first_nonfinite_parameter(model: nn.Module) -> str:
 
 
 def capture_state(
-    parts: Parts, next_step: int, optimizer: Optimizer, per_rank_state: Mapping[str, Tensor]
+    parts: RunParts, next_step: int, optimizer: Optimizer, per_rank_state: Mapping[str, Tensor]
 ) -> CheckpointState:
     """Return the state with which a run continues at ``next_step``."""
     named = dict(parts.model.named_parameters())
@@ -158,7 +158,7 @@ def capture_state(
     return CheckpointState(next_step, tensors_by_name, facts)
 
 
-def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
+def resume_state(parts: RunParts, log: Callable[[str], None]) -> int:
     """Restore the newest valid checkpoint; return the next step, or 0 if there is none.
 
     Rank 0 reads the files and broadcasts every byte, so disks need not be shared. All ranks call
@@ -174,7 +174,7 @@ def resume_state(parts: Parts, log: Callable[[str], None]) -> int:
     return shared.step
 
 
-def roll_back_(parts: Parts, log: Callable[[str], None]) -> int | None:
+def roll_back_(parts: RunParts, log: Callable[[str], None]) -> int | None:
     """Restore the newest valid checkpoint again; return its step, or None if there is none.
 
     The loss scale keeps its present value, because the earlier one would overflow again.
@@ -185,7 +185,7 @@ def roll_back_(parts: Parts, log: Callable[[str], None]) -> int | None:
     return step or None
 
 
-def restore_state_(parts: Parts, state: CheckpointState) -> None:
+def restore_state_(parts: RunParts, state: CheckpointState) -> None:
     """Load ``state`` into the model, optimizer, strategy, early stopper and loss scale."""
     _check_same_run(parts, state)
     _check_same_data(parts, state)
@@ -211,7 +211,7 @@ def restore_state_(parts: Parts, state: CheckpointState) -> None:
     parts.loss_scale.load_state_dict(state.facts.get("loss_scale", {}))
 
 
-def _check_same_run(parts: Parts, state: CheckpointState) -> None:
+def _check_same_run(parts: RunParts, state: CheckpointState) -> None:
     """Refuse to continue with other samples, another model or another optimizer."""
     then, now = state.facts["fixed"], json.loads(json.dumps(parts.fixed_settings))
     # A changed ``kind`` also changes other keys, so it is reported first. A key that the
@@ -224,7 +224,7 @@ def _check_same_run(parts: Parts, state: CheckpointState) -> None:
             )
 
 
-def _check_same_data(parts: Parts, state: CheckpointState) -> None:
+def _check_same_data(parts: RunParts, state: CheckpointState) -> None:
     """Refuse to continue with other samples; their location does not matter."""
     now = _data_fingerprints(parts)
     then = state.facts.get("data", now)  # checkpoints of earlier versions lack it
@@ -237,7 +237,7 @@ def _check_same_data(parts: Parts, state: CheckpointState) -> None:
             )
 
 
-def _data_fingerprints(parts: Parts) -> dict[str, str]:
+def _data_fingerprints(parts: RunParts) -> dict[str, str]:
     return {"training": parts.source.fingerprint, "test": parts.test_source.fingerprint}
 
 

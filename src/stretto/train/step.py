@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stretto.data.loader import LoadedSamples
 from stretto.data.order import RankSamples, rank_samples
@@ -13,15 +13,15 @@ from stretto.errors import StrettoError
 from stretto.models import per_sample_loss
 from stretto.strategies import StepGradients
 from stretto.telemetry.event_text import count_text
-from stretto.train.parts import Parts
-from stretto.train.precision import HALF_DTYPES, Precision
+from stretto.train.precision import forward_in_precision
+from stretto.train.run_parts import RunParts
 from stretto.train.step_consensus import AnyConsensus
 
 _BATCH_NORM_ERROR = "Expected more than 1 value per channel when training"
 """Start of torch's error message if batch norm gets a single value per channel."""
 
 
-def iterate_rank_samples(parts: Parts, first_step: int) -> Iterator[RankSamples]:
+def iterate_rank_samples(parts: RunParts, first_step: int) -> Iterator[RankSamples]:
     """Yield this rank's samples of each step from ``first_step`` on; the step is the only state."""
     for step in range(first_step, parts.total_steps):
         epoch, step_in_epoch = divmod(step, parts.pass_steps)
@@ -37,7 +37,7 @@ def iterate_rank_samples(parts: Parts, first_step: int) -> Iterator[RankSamples]
 
 
 def accumulate(
-    parts: Parts, step: int, batch: LoadedSamples, lr: float, consensus: AnyConsensus
+    parts: RunParts, step: int, batch: LoadedSamples, lr: float, consensus: AnyConsensus
 ) -> Tensor:
     """Run forward and backward over this rank's samples; return the sum of its losses.
 
@@ -65,13 +65,13 @@ def accumulate(
     return total
 
 
-def micro_batches(parts: Parts, batch: LoadedSamples) -> Iterator[tuple[Tensor, Tensor]]:
+def micro_batches(parts: RunParts, batch: LoadedSamples) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets of each micro-batch of this rank; some may be empty."""
     sizes = parts.config.micro_batch_sizes(len(batch.inputs), parts.transport.size)
     return zip(batch.inputs.split(sizes), batch.targets.split(sizes), strict=True)
 
 
-def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) -> Tensor:
+def _loss(parts: RunParts, step: int, micro: int, inputs: Tensor, targets: Tensor) -> Tensor:
     seed_randomness(parts.seed, step, micro, parts.transport.rank)
     with parts.recorder.span("forward", "compute", step=step):
         try:
@@ -83,20 +83,12 @@ def _loss(parts: Parts, step: int, micro: int, inputs: Tensor, targets: Tensor) 
         return per_sample_loss(outputs, targets, parts.config.label_smoothing).sum()
 
 
-def forward(parts: Parts, inputs: Tensor) -> Tensor:
+def forward(parts: RunParts, inputs: Tensor) -> Tensor:
     """Return the model's outputs, computed in the run's precision."""
     return forward_in_precision(parts.config.precision, parts.model, inputs)
 
 
-def forward_in_precision(precision: Precision, model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return a model's outputs, computed in ``precision``."""
-    half = HALF_DTYPES.get(precision)
-    with torch.autocast(inputs.device.type, half, enabled=half is not None):
-        outputs: Tensor = model(inputs)
-    return outputs
-
-
-def _too_few_for_batch_norm(parts: Parts, step: int, num_samples: int) -> StrettoError:
+def _too_few_for_batch_norm(parts: RunParts, step: int, num_samples: int) -> StrettoError:
     config, rank, size = parts.config, parts.transport.rank, parts.transport.size
     left = parts.num_samples_in_step(step)
     if left < config.batch:
@@ -111,7 +103,7 @@ def _too_few_for_batch_norm(parts: Parts, step: int, num_samples: int) -> Strett
     )
 
 
-def update(parts: Parts, step: int, sync_result: StepGradients) -> None:
+def update(parts: RunParts, step: int, sync_result: StepGradients) -> None:
     """Clip gradients if requested, step the optimizer and drop the gradients.
 
     It does nothing if the strategy has already applied the gradients.

@@ -45,7 +45,7 @@ class ControlPlane:
 
 
 @dataclass(frozen=True, slots=True)
-class ConsensusResult:
+class StepConsensusResult:
     """What all ranks know about a step."""
 
     num_samples: int
@@ -82,7 +82,7 @@ class StepConsensus:
         self._control = control
         self._transport = control.transport
         self._work: tuple[Tensor, Work] | None = None
-        self._result = ConsensusResult(0)
+        self._result = StepConsensusResult(0)
         self._pending_votes: tuple[Tensor, Work] | None = None
         self._is_finite = True
         self._wait_lock = threading.Lock()
@@ -121,7 +121,7 @@ class StepConsensus:
         self._transport.start_all_reduce(votes).wait()
         return not bool(votes)
 
-    def result(self) -> ConsensusResult:
+    def result(self) -> StepConsensusResult:
         """Return the step's result; waits in the first call of a step only."""
         if self._work is not None:
             sums, work = self._work
@@ -129,7 +129,9 @@ class StepConsensus:
             work.wait()
             wait_s = time.monotonic() - wait_start_s
             num_samples, *votes = sums.tolist()
-            self._result = ConsensusResult(int(num_samples), describe_stop_request(votes), wait_s)
+            self._result = StepConsensusResult(
+                int(num_samples), describe_stop_request(votes), wait_s
+            )
             self._work = None
         return self._result
 
@@ -179,7 +181,7 @@ class DelayedConsensus:
         self._control = control
         self._expected_samples = expected_samples
         self._pending_sums: deque[tuple[Tensor, Work]] = deque()
-        self._result = ConsensusResult(0)
+        self._result = StepConsensusResult(0)
         self._stop = ""
         self._has_news = False
         self._skipped_steps: list[SkippedStep] = []
@@ -196,7 +198,7 @@ class DelayedConsensus:
         self._pending_sums.append((sums, self._control.transport.start_all_reduce(sums)))
         wait_start_s = time.monotonic()
         self._wait_until_pending(LAG)
-        self._result = ConsensusResult(
+        self._result = StepConsensusResult(
             self._expected_samples(step), self._stop, time.monotonic() - wait_start_s
         )
 
@@ -212,7 +214,7 @@ class DelayedConsensus:
         """Return ``local_value``: each rank decides about its own gradients."""
         return local_value
 
-    def result(self) -> ConsensusResult:
+    def result(self) -> StepConsensusResult:
         """Return the step's result, as known to this rank."""
         return self._result
 

@@ -2,7 +2,8 @@
 
 The update rules (`stretto.optim.rules`), the peers of a round (`stretto.topology`) and the settings
 are those of real ranks. `stretto.strategies.local_updates` is the counterpart of
-`FragmentAveraging`; gossip is in `stretto.virtual.stacked_gossip`.
+`FragmentAveraging`. Gossip is in `stretto.virtual.stacked_gossip`, and the pairwise averages of
+AD-PSGD are in `stretto.virtual.stepping`.
 """
 
 from typing import Protocol
@@ -79,7 +80,7 @@ class FragmentAveraging:
             round_number,
             fragment.due_index,
         )
-        outer_gradient = []
+        pseudo_gradient = []
         for start, now in fragment.start_and_current():
             self_weight, weights = (
                 torch.as_tensor(a).to(now) for a in (found.self_weight, found.weights)
@@ -87,15 +88,15 @@ class FragmentAveraging:
             mean = now * unsqueeze_like(self_weight, now)
             for column, weight in zip(found.who.T, weights.unbind(1), strict=True):
                 mean += now[column] * unsqueeze_like(weight, now)
-            outer_gradient.append(start - mean)
-        return outer_gradient
+            pseudo_gradient.append(start - mean)
+        return pseudo_gradient
 
     def _complete_rounds(self, step: int, lr: float) -> None:
         streaming, outer = self._config.streaming(), self._config.outer()
         for fragment in self._fragments:
             if fragment.sent_step is None or step - fragment.sent_step < streaming.delay:
                 continue
-            outer.rule(fragment.starts, fragment.momenta, fragment.outer_gradient, lr)
+            outer.rule(fragment.starts, fragment.momenta, fragment.pseudo_gradient, lr)
             fragment.start_round(streaming.mix)
             if self._config.reset_momentum:
                 self._zero_momentum(fragment)
@@ -117,22 +118,22 @@ class _Fragment:
         ]
         self.momenta = [torch.zeros_like(start) for start in self.starts]
         self.sent_step: int | None = None
-        self.outer_gradient: list[Tensor] = []
+        self.pseudo_gradient: list[Tensor] = []
 
     def start_and_current(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of parameters: at the start of the round, and now."""
         now = [v.detach().to(s.dtype) for v, s in zip(self.values, self.starts, strict=True)]
         return list(zip(self.starts, now, strict=True))
 
-    def send(self, step: int, outer_gradient: list[Tensor]) -> None:
-        """Put ``outer_gradient``, computed after ``step``, in flight."""
-        self.sent_step, self.outer_gradient = step, outer_gradient
+    def send(self, step: int, pseudo_gradient: list[Tensor]) -> None:
+        """Put ``pseudo_gradient``, computed after ``step``, in flight."""
+        self.sent_step, self.pseudo_gradient = step, pseudo_gradient
 
     def start_round(self, mix: float) -> None:
         """Move the parameters by the share ``mix`` towards the new start; clear the round."""
         for value, (start, now) in zip(self.values, self.start_and_current(), strict=True):
             value.copy_(start if mix == 1 else now.lerp(start, mix))
-        self.sent_step, self.outer_gradient = None, []
+        self.sent_step, self.pseudo_gradient = None, []
 
 
 class Averaging(Protocol):
@@ -235,7 +236,7 @@ def build_averaging(
 
     Raises:
         TypeError: ``config`` is of a class for which there is no averaging. AD-PSGD has none:
-            its workers do not step together (`stretto.virtual.stepping.ArrivalOrder`).
+            its workers do not step together (`stretto.virtual.stepping.ArrivalOrderWorkers`).
     """
     if isinstance(config, GossipConfig):
         return _gossip_class(config)(config, model, stack, lost)

@@ -17,8 +17,9 @@ from stretto.data.order import RankSamples, rank_samples, steps_per_epoch
 from stretto.errors import StrettoError
 from stretto.models import per_sample_loss
 from stretto.run import PreparedRun, RunConfig, derive_rates
-from stretto.train.parts import count_epoch_steps, count_steps
-from stretto.train.step import forward_in_precision, seed_randomness
+from stretto.train.precision import forward_in_precision
+from stretto.train.run_parts import count_epoch_steps, count_steps
+from stretto.train.step import seed_randomness
 from stretto.virtual.stacked_models import StackedModels
 
 WorkerBatch = tuple[Tensor, Tensor]

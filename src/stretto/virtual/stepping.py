@@ -1,9 +1,10 @@
 """The order in which virtual workers step: in lock step, or asynchronously as in AD-PSGD.
 
-`LockStep` takes every step with all workers at once. `ArrivalOrder` is the counterpart of
-`stretto.strategies.adpsgd`. Real ranks average in the order in which messages arrive; virtual
-workers use `random_operations`, a function of the strategy's seed. They synchronize after the same
-steps as real ranks, and their lead over the slowest worker has the same bound.
+`LockStepWorkers` takes every step with all workers at once. `ArrivalOrderWorkers` is the
+counterpart of `stretto.strategies.adpsgd`. Real ranks average in the order in which messages
+arrive; virtual workers use `random_operation_order`, a function of the strategy's seed. They
+synchronize after the same steps as real ranks, and their lead over the slowest worker has the same
+bound.
 """
 
 import math
@@ -15,13 +16,13 @@ from torch import Tensor
 from stretto.data.loader import LoadedSamples
 from stretto.optim import build_stacked_optimizer
 from stretto.optim.rules import average_pair_
-from stretto.topology import OperationKind, random_operations
+from stretto.topology import OperationKind, random_operation_order
 from stretto.train.step_consensus import LAG
 from stretto.virtual.averaging import build_averaging
 from stretto.virtual.local_steps import RECORDERS, CapturedStep, LocalSteps, WorkerBatch
 
 
-class LockStep:
+class LockStepWorkers:
     """One optimizer updates all replicas at once, then the strategy averages them."""
 
     def __init__(self, local_steps: LocalSteps, lost: float = 0.0) -> None:
@@ -76,7 +77,7 @@ class LockStep:
         self._averaging.after_update(step, lr)
 
 
-class ArrivalOrder:
+class ArrivalOrderWorkers:
     """Asynchronous workers: each has its own optimizer and updates its own replica in turn."""
 
     replicas_differ = True
@@ -115,7 +116,7 @@ class ArrivalOrder:
 
     def _run_until_sync(self, first: int, end: int, window: "_StepWindow") -> Iterator[float]:
         workers = self._local_steps.workers
-        for operation in random_operations(
+        for operation in random_operation_order(
             workers, end - first, self._seed, first=first, max_lead=LAG
         ):
             if operation.kind is OperationKind.READ:

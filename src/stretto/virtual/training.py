@@ -9,7 +9,8 @@ A step does the following::
     evaluation    when due: the mean model, and each worker on its share of the test data
 
 With AD-PSGD, ranks do not wait for each other. There, updates and pairwise averages run one by one
-in a random order (`stepping.ArrivalOrder`). On a CPU only one worker's activations live at a time.
+in a random order (`stepping.ArrivalOrderWorkers`). On a CPU only one worker's activations live at a
+time.
 """
 
 import copy
@@ -30,11 +31,11 @@ from stretto.run import PreparedRun, RunConfig
 from stretto.strategies import ADPSGDConfig
 from stretto.telemetry.events import EvalDone
 from stretto.train.evaluate import StatisticsSampling, compute_batch_statistics, sum_metrics
-from stretto.train.step import forward_in_precision
+from stretto.train.precision import forward_in_precision
 from stretto.virtual.averaging import check_lost_share, count_replicas
 from stretto.virtual.local_steps import LocalSteps
 from stretto.virtual.stacked_models import copy_means_
-from stretto.virtual.stepping import ArrivalOrder, LockStep
+from stretto.virtual.stepping import ArrivalOrderWorkers, LockStepWorkers
 
 ProgressCallback = Callable[[int, int, float], None]
 """Called after each step with steps done, steps in all and the loss of the step."""
@@ -108,7 +109,7 @@ def train_virtually(
 
 
 class StepOrder(Protocol):
-    """The order in which workers take their steps: `LockStep` or `ArrivalOrder`."""
+    """The order in which workers take their steps: `LockStepWorkers` or `ArrivalOrderWorkers`."""
 
     replicas_differ: bool
     """Whether the strategy keeps replicas that may differ; true even where there is only one."""
@@ -142,9 +143,9 @@ class _VirtualRun:
         self._mean = copy.deepcopy(self.local_steps.model)
         strategy = config.strategy
         self.step_order: StepOrder = (
-            ArrivalOrder(self.local_steps, strategy.seed, self.is_sync_step)
+            ArrivalOrderWorkers(self.local_steps, strategy.seed, self.is_sync_step)
             if isinstance(strategy, ADPSGDConfig)
-            else LockStep(self.local_steps, lost)
+            else LockStepWorkers(self.local_steps, lost)
         )
 
     def is_distance_due(self, step: int) -> bool:

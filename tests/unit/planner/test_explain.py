@@ -49,7 +49,9 @@ def lp_bound_s(profile, memory_limit):
     groups = [range(i, i + 1) for i in range(len(options))]
     problem = MilpModel(profile, options, groups, PlanConstraints()).problem(memory_limit)
     with Solver() as solver:
-        return problem.base_s + solver.solve(solver_arrays(problem), whole=False, limit_s=20).bound
+        return (
+            problem.base_s + solver.solve(solver_arrays(problem), integral=False, limit_s=20).bound
+        )
 
 
 @pytest.mark.parametrize("name", ["gpt_80", "vgg16_10"])

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.profiles import profiles
 from stretto.planner.check import check
-from stretto.planner.hand_split import even_shares, random_plans_within, split_curve
+from stretto.planner.heuristic_split import even_shares, random_plans_within, split_curve
 from stretto.planner.memory import Footprints
 from stretto.planner.message_windows import just_in_time_plan
 from stretto.planner.plan import Sharding

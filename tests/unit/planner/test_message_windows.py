@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.memory_limits import drawn_profile
+from stretto.planner.candidates import is_valid_plan
 from stretto.planner.check import allowed_window, check
 from stretto.planner.memory import Footprints
 from stretto.planner.message_windows import (
@@ -19,7 +20,6 @@ from stretto.planner.message_windows import (
 from stretto.planner.plan import MessageKind, Plan, Sharding
 from stretto.planner.presets import even_block_lengths
 from stretto.planner.profile import Link, Profile, UnitCost
-from stretto.planner.search import is_valid_plan
 from stretto.planner.timing import time_plan
 from stretto.planner.unit_choices import OptionAssigner, PlanConstraints, all_options
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.memory_limits import drawn_profile
 from stretto.planner.check import check
-from stretto.planner.hand_split import random_plans_within
+from stretto.planner.heuristic_split import random_plans_within
 from stretto.planner.memory import Footprints
 from stretto.planner.milp import MilpModel
 from stretto.planner.planner import group_units, solver_arrays
@@ -38,7 +38,7 @@ def bound_s(solver, profile, memory_limit, constraints, groups=0):
     count = len(profile.units)
     unit_groups = group_units([1.0] * count, groups or count)
     problem = MilpModel(profile, options, unit_groups, constraints).problem(memory_limit)
-    found = solver.solve(solver_arrays(problem), whole=False, limit_s=10)
+    found = solver.solve(solver_arrays(problem), integral=False, limit_s=10)
     assert found is not None
     assert found.x is not None
     return problem.base_s - problem.slack_s + found.bound

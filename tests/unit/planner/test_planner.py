@@ -256,13 +256,19 @@ def test_a_plan_has_a_barrier_only_if_drifting_ranks_lose_more_than_it_costs():
     assert not free.plan.barrier
     assert with_barrier.step_s > free.step_s
     worth = with_barrier.step_s / free.step_s
-    for parting, barrier in ((0.9, False), ((1 + worth) / 2, False), (1.1 * worth, True)):
-        found = make_plan(profile.model_copy(update={"parting": parting}), memory_limit)
+    for no_barrier_slowdown, barrier in (
+        (0.9, False),
+        ((1 + worth) / 2, False),
+        (1.1 * worth, True),
+    ):
+        found = make_plan(
+            profile.model_copy(update={"no_barrier_slowdown": no_barrier_slowdown}), memory_limit
+        )
         assert found.plan.barrier == barrier
-        expected_s = with_barrier.step_s if barrier else parting * free.step_s
+        expected_s = with_barrier.step_s if barrier else no_barrier_slowdown * free.step_s
         assert found.step_s == pytest.approx(expected_s, rel=0.01)
         assert found.bound_s == pytest.approx(
-            min(parting * free.bound_s, with_barrier.bound_s), rel=0.01
+            min(no_barrier_slowdown * free.bound_s, with_barrier.bound_s), rel=0.01
         )
         assert found.peak_bytes <= memory_limit
 
@@ -270,7 +276,9 @@ def test_a_plan_has_a_barrier_only_if_drifting_ranks_lose_more_than_it_costs():
 def test_if_reordering_is_expensive_a_plan_keeps_the_order_of_use_and_no_preset_is_faster():
     profile, memory_limit = profiles()["gpt_80"], memory_limit_of("gpt_80", "high")
     assert planned_for("gpt_80", "high").plan.is_reordered
-    dear = profile.model_copy(update={"straying": 1.5, "straying_met": 1.5})
+    dear = profile.model_copy(
+        update={"reordering_slowdown": 1.5, "reordering_slowdown_with_barrier": 1.5}
+    )
     planned = make_plan(dear, memory_limit)
     assert not planned.plan.is_reordered
     assert planned.bound_s <= planned.step_s == time_plan(planned.plan, dear).step_s

@@ -30,7 +30,7 @@ def arrays(cost, matrix, lower, upper_rows, upper=(1.0, 1.0, 1.0)):
     return {
         "cost": np.array(cost, dtype=float),
         "upper": np.array(upper[: len(cost)], dtype=float),
-        "whole": np.ones(len(cost)),
+        "integral": np.ones(len(cost)),
         "rows": rows.astype(float),
         "columns": columns.astype(float),
         "values": matrix[rows, columns],
@@ -52,14 +52,14 @@ def solver():
 
 def test_fractions_by_hand(solver):
     # The first, the third, and two thirds of the second; one more unit adds a third of the second.
-    found = solver.solve(KNAPSACK, whole=False, limit_s=10)
+    found = solver.solve(KNAPSACK, integral=False, limit_s=10)
     assert found.x == pytest.approx([1, 2 / 3, 1])
     assert found.bound == pytest.approx(-5 - 3 - 4 * 2 / 3)
     assert found.duals == pytest.approx([4 / 3])
 
 
 def test_whole_numbers_by_hand(solver):
-    found = solver.solve(KNAPSACK, whole=True, limit_s=10)
+    found = solver.solve(KNAPSACK, integral=True, limit_s=10)
     assert found.x == pytest.approx([1, 1, 0])
     assert found.bound == pytest.approx(-9)
 
@@ -69,25 +69,25 @@ def test_every_row_keeps_its_dual_and_only_upper_bounds_have_one(solver):
     matrix = [[1, 1, 0], [0, 1, 0], [1, 0, 0], [1, 0, 1]]
     lower, upper = [1, 0.25, -np.inf, -np.inf], [1, np.inf, 0.5, 9]
     problem = arrays([1, 3, 1], matrix, lower, upper)
-    found = solver.solve(problem, whole=False, limit_s=10)
+    found = solver.solve(problem, integral=False, limit_s=10)
     assert found.x == pytest.approx([0.5, 0.5, 0])
     assert found.bound == pytest.approx(2.0)
     # Replacing one y by one x saves 2.
     assert found.duals == pytest.approx([0, 0, 2, 0])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_an_infeasible_problem_has_no_solution_and_no_bound(solver, whole):
+@pytest.mark.parametrize("integral", [False, True])
+def test_an_infeasible_problem_has_no_solution_and_no_bound(solver, integral):
     impossible = arrays([1, 1, 1], [[1, 1, 1]], [4], [np.inf])
-    found = solver.solve(impossible, whole=whole, limit_s=10)
+    found = solver.solve(impossible, integral=integral, limit_s=10)
     assert found.x is None
     assert found.bound == -np.inf
 
 
 def test_a_solver_solves_one_problem_after_another(solver):
     for _ in range(3):
-        assert solver.solve(KNAPSACK, whole=True, limit_s=10).bound == pytest.approx(-9)
-        assert solver.solve(KNAPSACK, whole=False, limit_s=10).bound == pytest.approx(-32 / 3)
+        assert solver.solve(KNAPSACK, integral=True, limit_s=10).bound == pytest.approx(-9)
+        assert solver.solve(KNAPSACK, integral=False, limit_s=10).bound == pytest.approx(-32 / 3)
 
 
 def running_solver():
@@ -105,8 +105,8 @@ def kill_and_wait(process):
 def test_a_killed_solver_finds_nothing():
     with Solver() as solver:
         kill_and_wait(running_solver())
-        assert solver.solve(KNAPSACK, whole=True, limit_s=10) is None
-        assert solver.solve(KNAPSACK, whole=False, limit_s=10) is None
+        assert solver.solve(KNAPSACK, integral=True, limit_s=10) is None
+        assert solver.solve(KNAPSACK, integral=False, limit_s=10) is None
 
 
 def test_a_solver_that_exceeds_its_time_is_killed(monkeypatch):
@@ -114,7 +114,7 @@ def test_a_solver_that_exceeds_its_time_is_killed(monkeypatch):
     monkeypatch.setattr(solving, "GRACE_S", 0.0)
     with Solver() as solver:
         process = running_solver()
-        assert solver.solve(KNAPSACK, whole=True, limit_s=0.0) is None
+        assert solver.solve(KNAPSACK, integral=True, limit_s=0.0) is None
         assert process.wait(5) == -signal.SIGKILL
 
 

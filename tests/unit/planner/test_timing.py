@@ -77,7 +77,7 @@ def test_all_gathers_may_take_longer_than_reduce_scatters():
 @pytest.mark.parametrize("name", PLAN_PRESETS)
 def test_without_a_barrier_everything_takes_longer_if_ranks_drift(name):
     plain = profile_of(TWO, latency_s=0.1)
-    drifting = plain.model_copy(update={"parting": 1.25})
+    drifting = plain.model_copy(update={"no_barrier_slowdown": 1.25})
     free = preset_plan(name, TWO)
     assert time_plan(free, drifting).step_s == pytest.approx(1.25 * time_plan(free, plain).step_s)
     with_barrier = add_barrier(free)
@@ -87,7 +87,9 @@ def test_without_a_barrier_everything_takes_longer_if_ranks_drift(name):
 
 
 def test_the_drift_factor_is_applied_once():
-    drifting = profile_of(TWO, latency_s=0.1, hosts=1).model_copy(update={"parting": 1.25})
+    drifting = profile_of(TWO, latency_s=0.1, hosts=1).model_copy(
+        update={"no_barrier_slowdown": 1.25}
+    )
     plan = preset_plan("dear", TWO)
     once = drifting.adjusted_for(plan)
     assert once.adjusted_for(plan) == once
@@ -99,7 +101,7 @@ def test_the_drift_factor_is_applied_once():
 def test_only_plans_that_leave_the_order_of_use_pay_for_it():
     three = (*TWO, UnitShape("c", 1000))
     plain = profile_of(three, latency_s=0.1)
-    dear = plain.model_copy(update={"straying": 1.2})
+    dear = plain.model_copy(update={"reordering_slowdown": 1.2})
     for name in PLAN_PRESETS:
         plan = preset_plan(name, three)
         assert not plan.is_reordered
@@ -111,7 +113,7 @@ def test_only_plans_that_leave_the_order_of_use_pay_for_it():
     with_barrier = add_barrier(other)
     assert with_barrier.is_reordered
     assert time_plan(with_barrier, dear).step_s == time_plan(with_barrier, plain).step_s
-    dear = dear.model_copy(update={"straying_met": 1.1})
+    dear = dear.model_copy(update={"reordering_slowdown_with_barrier": 1.1})
     assert time_plan(with_barrier, dear).step_s == pytest.approx(
         1.1 * time_plan(with_barrier, plain).step_s
     )

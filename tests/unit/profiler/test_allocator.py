@@ -15,5 +15,5 @@ def test_a_gpu_allocator_adds_fragmentation_and_workspaces_but_no_time():
     profile = add_allocator_overhead(PROFILE, "cuda")
     assert profile.units[0].activation_bytes == 1100
     assert profile.other_bytes > 2200
-    assert profile.holes == 0.1
+    assert profile.allocator_overhead == 0.1
     assert profile.compute_s == PROFILE.compute_s

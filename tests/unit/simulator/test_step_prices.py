@@ -8,7 +8,11 @@ from stretto.collectives.algorithm_table import parse_table
 from stretto.simulator.peer_exchanges import pattern_of_topology
 from stretto.simulator.price import price
 from stretto.simulator.resource_costs import CORES, INSIDE, LATENCY, LINK
-from stretto.simulator.step_price import AllReduceCosts, price_all_reduces, price_peer_exchanges
+from stretto.simulator.step_price import (
+    AllReduceCosts,
+    price_exchanges_by_all_reduce,
+    price_peer_exchanges,
+)
 from stretto.simulator.step_timeline import Exchange, StepTimeline
 from stretto.topology import make_topology
 from tests.laws.test_steps import cluster
@@ -91,7 +95,7 @@ def test_an_exposed_all_reduce_costs_its_isolated_price():
     where, size = cluster(4, rate=RATE), 4**10
     ring = parse_table("ring")
     isolated = price(ring.pick(size).schedule(where.mesh), size, where)
-    priced = price_all_reduces(one(size, 0.6, 0.6), ring, where)
+    priced = price_exchanges_by_all_reduce(one(size, 0.6, 0.6), ring, where)
     assert priced.seconds == pytest.approx(1 + isolated.seconds)
     assert priced.bytes_per_link == pytest.approx(isolated.bytes_per_link)
     assert priced.bottleneck == LINK
@@ -115,7 +119,7 @@ def test_all_reduces_run_one_after_another_during_backward(times):
         now_s = max(now_s + due - done_s, arrived_s)
         done_s = due
     expected_s = now_s + 1.0 - done_s
-    priced = price_all_reduces(step_timeline, parse_table("ring"), where)
+    priced = price_exchanges_by_all_reduce(step_timeline, parse_table("ring"), where)
     assert priced.seconds == pytest.approx(expected_s, rel=1e-6)
 
 
@@ -124,7 +128,9 @@ def test_phases_of_all_reduces_overlap_if_they_have_their_own_lanes():
     cost = AllReduceCosts(parse_table("hierarchical"), where).cost_of(4**10)
     assert cost.interval_s < 0.95 * cost.isolated_s
     # A step that waits for the last all-reduce waits for all its phases.
-    exposed = price_all_reduces(one(4**10, 0.6, 0.6), parse_table("hierarchical"), where)
+    exposed = price_exchanges_by_all_reduce(
+        one(4**10, 0.6, 0.6), parse_table("hierarchical"), where
+    )
     assert exposed.exposed_s == pytest.approx(cost.isolated_s)
     flat = AllReduceCosts(parse_table("ring"), where).cost_of(4**10)
     assert flat.interval_s == flat.isolated_s

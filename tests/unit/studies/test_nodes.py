@@ -14,7 +14,7 @@ from stretto.studies import node_cells as lab
 from stretto.studies.node_cells import MeasuredStep, MeasurementJob, measure_in_lab
 from stretto.studies.nodes import lab_cluster, steps_timed_as_one
 from stretto.studies.priced_run import find_variants
-from tests.unit.studies.test_step_prices import GPT
+from tests.unit.studies.test_strategy_prices import GPT
 
 STRATEGIES = "allreduce,crossover:delay=1,local_sgd:every=4"
 

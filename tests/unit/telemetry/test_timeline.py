@@ -16,7 +16,6 @@ from stretto.telemetry.timeline import (
     Timeline,
     busy_s,
     chrome_trace,
-    exposed_s,
     read_chrome_trace,
     write_chrome_trace,
 )
@@ -105,17 +104,6 @@ def test_a_span_without_finite_ordered_times_is_refused(start_s, end_s):
 @given(st.lists(intervals))
 def test_busy_is_the_length_of_the_union(pairs):
     assert busy_s(grid_span(pair) for pair in pairs) == len(cells_covered(pairs))
-
-
-@given(compute=st.lists(intervals), comm=st.lists(intervals))
-def test_exposed_is_communication_outside_of_compute(compute, comm):
-    mixed = [grid_span(pair) for pair in compute]
-    mixed += [grid_span(pair, f"comm{i % 2}") for i, pair in enumerate(comm)]
-    mixed.append(Span("ignored", "data", 0.0, 99.0))
-    exposed = exposed_s(
-        Timeline(0, tuple(mixed)), comm_lanes={"comm0", "comm1"}, compute_lane="compute"
-    )
-    assert exposed == len(cells_covered(comm) - cells_covered(compute))
 
 
 def test_a_recorded_span_has_name_lane_step_and_bytes():

@@ -3,7 +3,7 @@ import pytest
 
 from stretto.errors import ConfigError
 from stretto.topology.analysis import mixing_matrix
-from stretto.topology.simple_graphs import equidyn, undirected_equidyn
+from stretto.topology.graphs import equidyn, undirected_equidyn
 
 
 def test_all_ranks_send_to_the_same_distance():

@@ -1,6 +1,6 @@
 import pytest
 
-from stretto.topology.simple_graphs import one_peer_exponential, static_exponential
+from stretto.topology.graphs import one_peer_exponential, static_exponential
 
 
 def receivers(topology, rank, size, step=0):

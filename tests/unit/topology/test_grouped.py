@@ -4,8 +4,8 @@ import pytest
 from stretto.errors import ConfigError
 from stretto.topology.analysis import topology_from_graph
 from stretto.topology.base_graph import hypercube
+from stretto.topology.graphs import one_peer_exponential, ring
 from stretto.topology.mixing import grouped, ranks_of_group
-from stretto.topology.simple_graphs import one_peer_exponential, ring
 
 
 def test_groups_are_consecutive_ranks():

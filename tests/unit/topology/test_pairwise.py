@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.topology.pairwise import OperationKind, is_active, passive_peer, random_operations
+from stretto.topology.pairwise import OperationKind, is_active, passive_peer, random_operation_order
 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 7), steps=st.integers(0, 6), seed=st.integers(0, 2**64))
 def test_every_order_of_a_worker_is_possible_for_a_real_one(size, steps, seed):
     done = defaultdict(list)
-    for operation in random_operations(size, steps, seed):
+    for operation in random_operation_order(size, steps, seed):
         done[operation.worker, operation.kind].append(operation.step)
         read, applied, averaged = (len(done[operation.worker, kind]) for kind in OperationKind)
         assert applied <= read <= applied + 1
@@ -33,7 +33,7 @@ def test_every_order_of_a_worker_is_possible_for_a_real_one(size, steps, seed):
 
 
 def test_an_active_worker_averages_with_the_peer_of_a_real_rank():
-    for operation in random_operations(5, 20, seed=3):
+    for operation in random_operation_order(5, 20, seed=3):
         if operation.kind is OperationKind.AVERAGE:
             assert operation.peer == passive_peer(operation.worker, 5, operation.step, seed=3)
 
@@ -43,7 +43,7 @@ def test_operations_of_a_worker_appear_in_both_orders():
         (before.kind, after.kind)
         for seed in range(8)
         for operations in [
-            [operation for operation in random_operations(2, 8, seed) if operation.worker == 0]
+            [operation for operation in random_operation_order(2, 8, seed) if operation.worker == 0]
         ]
         for before, after in pairwise(operations)
     }
@@ -72,7 +72,7 @@ def test_peers_are_drawn_by_rank_seed_and_step():
 
 
 def test_a_worker_of_a_low_relative_speed_is_slow():
-    operations = list(random_operations(4, 50, seed=1, relative_speeds=(20, 1, 20, 20)))
+    operations = list(random_operation_order(4, 50, seed=1, relative_speeds=(20, 1, 20, 20)))
     last = {operation.worker: index for index, operation in enumerate(operations)}
     others = max(index for worker, index in last.items() if worker != 1)
     before = sum(e.kind is OperationKind.APPLY for e in operations[:others] if e.worker == 1)
@@ -82,23 +82,23 @@ def test_a_worker_of_a_low_relative_speed_is_slow():
 @pytest.mark.parametrize("max_lead", [1, 3])
 def test_no_worker_begins_a_step_too_far_ahead_of_the_slowest(max_lead):
     begun = [7] * 4
-    operations = list(random_operations(4, 40, 2, (1, 9, 9, 9), first=7, max_lead=max_lead))
+    operations = list(random_operation_order(4, 40, 2, (1, 9, 9, 9), first=7, max_lead=max_lead))
     for operation in operations:
         if operation.kind is OperationKind.READ:
             assert operation.step == begun[operation.worker] < min(begun) + max_lead
             begun[operation.worker] += 1
     assert begun == [47] * 4
-    free = list(random_operations(4, 40, 2, (1, 9, 9, 9), first=7))
+    free = list(random_operation_order(4, 40, 2, (1, 9, 9, 9), first=7))
     assert sorted(free) == sorted(operations)
     assert free != operations
 
 
 def test_a_later_first_step_gives_another_order_and_other_peers():
     shapes = [
-        [(e.kind, e.worker) for e in random_operations(4, 6, 1, first=first)]
+        [(e.kind, e.worker) for e in random_operation_order(4, 6, 1, first=first)]
         for first in (0, 6, 12)
     ]
     assert shapes[0] != shapes[1] != shapes[2]
-    for operation in random_operations(4, 6, 1, first=6):
+    for operation in random_operation_order(4, 6, 1, first=6):
         if operation.kind is OperationKind.AVERAGE:
             assert operation.peer == passive_peer(operation.worker, 4, operation.step, 1)

@@ -13,7 +13,7 @@ from stretto.run import RunConfig, assemble, prepare
 from stretto.telemetry.events import CheckpointSaved, EvalDone, StepDone
 from stretto.train.config import TrainConfig
 from stretto.train.loop import train
-from stretto.train.parts import Parts
+from stretto.train.run_parts import RunParts
 from stretto.train.state import resume_state
 from stretto.train.step import iterate_rank_samples
 
@@ -30,7 +30,7 @@ SETTINGS = [
 
 def bare_parts(num_samples, batch, epoch_samples, *, rank=0, size=1, **lengths):
     """Return parts with only the fields that counting and sampling need."""
-    return Parts(
+    return RunParts(
         config=TrainConfig(batch=batch, epoch_samples=epoch_samples, **lengths),
         seed=5,
         world=None,

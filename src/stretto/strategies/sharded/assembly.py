@@ -21,7 +21,8 @@ from stretto.planner.explain import summary_line
 from stretto.planner.model_units import ModelUnit
 from stretto.planner.plan import Plan
 from stretto.planner.planner import make_plan
-from stretto.planner.profile import Profile, check_same_units, read_profile
+from stretto.planner.profile import Profile, read_profile
+from stretto.planner.timing import check_same_units
 from stretto.planner.unit_choices import PlanConstraints
 from stretto.strategies.sharded.config import ShardedConfig, adapt_plan, plan_for, units_of
 from stretto.strategies.sharded.shard_collectives import ShardCollectives
@@ -215,10 +216,10 @@ def shard_model(
         for index, unit in enumerate(model_units)
     ]
     collectives = ShardCollectives(
-        executor, transport, [unit_state.storage for unit_state in units], config.algorithm
+        executor, transport, [unit_state.sharded for unit_state in units], config.algorithm
     )
     for unit_state in units:
-        unit_state.storage.free_gradients()
+        unit_state.sharded.free_gradients()
     norms = _shard_norms(units, transport, collectives) if has_layer_norms else None
     if norms is not None:
         optimizer.norms = norms  # type: ignore[attr-defined]
@@ -254,8 +255,8 @@ def _shard_unit(
         hosts, ranks = transport.mesh.hosts, _per_host(transport.mesh)
         rank, grain = rank % ranks, grain * hosts
     layout = make_unit_layout([p.numel() for p in unit.parameters], planned.blocks, ranks, grain)
-    storage = ShardedUnit(unit.parameters, layout, planned, rank, dtypes, memory_tracker)
-    return UnitState(storage, GradientInput(storage), unit.always_active)
+    sharded_unit = ShardedUnit(unit.parameters, layout, planned, rank, dtypes, memory_tracker)
+    return UnitState(sharded_unit, GradientInput(sharded_unit), unit.always_active)
 
 
 def _per_host(mesh: Mesh) -> int:
@@ -279,19 +280,19 @@ def _shard_norms(
     contributes: list[bool] = []
     for unit_state in units:
         first = len(contributes)
-        contributes += [counts_once(unit_state.storage, transport)] * len(
-            unit_state.storage.parameters
+        contributes += [is_counted_here(unit_state.sharded, transport)] * len(
+            unit_state.sharded.parameters
         )
-        layers.update({p.parameter: first + p.tensor for p in unit_state.storage.param_slices})
+        layers.update({p.parameter: first + p.tensor for p in unit_state.sharded.param_slices})
     return ShardNorms(layers, contributes, collectives.make_small_all_reduce(2 * len(contributes)))
 
 
-def counts_once(storage: ShardedUnit, transport: Transport) -> bool:
+def is_counted_here(sharded_unit: ShardedUnit, transport: Transport) -> bool:
     """Return whether a sum over ranks includes this rank's slices, so each element counts once.
 
     Of a unit that every rank holds whole, only rank 0 counts. Of a unit that is sharded within each
     host, only the first host counts.
     """
-    if not storage.sharding.shards_optimizer:
+    if not sharded_unit.sharding.shards_optimizer:
         return transport.rank == 0
-    return not storage.in_host or transport.rank < storage.layout.ranks
+    return not sharded_unit.in_host or transport.rank < sharded_unit.layout.ranks

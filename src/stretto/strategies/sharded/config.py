@@ -16,7 +16,8 @@ from stretto.planner.check import check
 from stretto.planner.model_units import ModelUnit, find_units
 from stretto.planner.plan import Plan, read_plan
 from stretto.planner.presets import PLAN_PRESETS, PresetOptions, UnitShape, preset_plan, random_plan
-from stretto.planner.profile import check_same_units, read_profile
+from stretto.planner.profile import read_profile
+from stretto.planner.timing import check_same_units
 from stretto.units import Bytes
 
 AUTO = "auto"

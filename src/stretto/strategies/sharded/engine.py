@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stretto.comm.reducer import GradientWeights
+from stretto.comm.reducer import GradientScaling
 from stretto.comm.transport import Work
 from stretto.errors import StrettoError
 from stretto.planner.plan import MessageKind, Plan, Sharding
@@ -39,12 +39,12 @@ class Engine:
         collectives: ShardCollectives,
         updates: ShardUpdates,
         memory_tracker: MemoryTracker,
-        weights: GradientWeights,
+        weights: GradientScaling,
     ) -> None:
         self.plan, self._slots, self._units = plan, plan.slots, units
         self._collectives, self._updates = collectives, updates
         self._memory_tracker, self._weights = memory_tracker, weights
-        device = units[0].storage.flat.device
+        device = units[0].sharded.flat.device
         self._comm_streams: CommStreams = (
             SideStreams(device) if device.type == "cuda" else InlineStreams()
         )
@@ -105,7 +105,7 @@ class Engine:
         self._units_in_forward.add(unit)
         slot = self._slots.forward(unit)
         self._enter_slot(slot)
-        if not self._units[unit].storage.is_unsharded:
+        if not self._units[unit].sharded.is_unsharded:
             raise StrettoError(
                 f"unit {unit} ({self.plan.units[unit].name}) is used again after its forward, when "
                 'zero3 has let its parameters go: give it "zero2" in the plan, or take '
@@ -116,7 +116,7 @@ class Engine:
         """Reshard a unit that is unsharded again for backward."""
         self._units_in_forward.discard(unit)
         if backward_unshards := self._tasks.backward_unshards(unit, self._cycle + 1):
-            self.scheduler.call_unless_started(backward_unshards, self._units[unit].storage.reshard)
+            self.scheduler.call_unless_started(backward_unshards, self._units[unit].sharded.reshard)
         self.scheduler.advance_to(self._cycle, 2 * self._slots.forward(unit) + 1)
 
     def enter_backward(self, unit: int) -> None:
@@ -126,7 +126,7 @@ class Engine:
             self._complete_skipped_units(self._slots.backward(unit))
         self._enter_slot(self._slots.backward(unit))
         if self._ends_step:
-            self._units[unit].storage.allocate_gradients()
+            self._units[unit].sharded.allocate_gradients()
 
     def on_gradient(self, unit: int, tensor: int) -> None:
         """Copy a gradient into its block; after the unit's last one, reshard and send them."""
@@ -147,7 +147,7 @@ class Engine:
             )
         self._gradients_missing[unit] -= 1
         if self._ends_step:
-            unit_state.storage.allocate_gradients()
+            unit_state.sharded.allocate_gradients()
             self._copy_gradient(unit_state, tensor)
         if self._gradients_missing[unit] == 0:
             self._reshard(unit)
@@ -169,7 +169,7 @@ class Engine:
                 self._send_gradients(unit)
 
     def _copy_gradient(self, unit_state: UnitState, tensor: int) -> None:
-        parameter = unit_state.storage.parameters[tensor]
+        parameter = unit_state.sharded.parameters[tensor]
         if parameter.grad is not None:
             unit_state.gradient_input.copy_in(tensor, parameter.grad, self._weights.local_weight())
             parameter.grad = None
@@ -179,13 +179,13 @@ class Engine:
         if self._ends_step and unit not in self._completed_units:
             self._completed_units.add(unit)
             unit_state = self._units[unit]
-            unit_state.storage.allocate_gradients()
+            unit_state.sharded.allocate_gradients()
             # An earlier micro-batch may have left a gradient that this backward did not touch.
             for tensor in unit_state.gradient_input.missing:
                 self._copy_gradient(unit_state, tensor)
             unit_state.gradient_input.close()
             self.scheduler.mark_gradients_ready(
-                self._cycle, unit, range(len(unit_state.storage.gradients))
+                self._cycle, unit, range(len(unit_state.sharded.gradients))
             )
 
     def end_backward(self) -> None:
@@ -218,11 +218,11 @@ class Engine:
             tasks = self._tasks.unshards(index, self._cycle)
             if all(self.scheduler.is_complete(task) for task in tasks):
                 continue
-            if not unit_state.storage.is_unsharded:
+            if not unit_state.sharded.is_unsharded:
                 newly_unsharded.add(index)
-            unit_state.storage.allocate_full()
-            for block in range(len(unit_state.storage.gradients)):
-                unit_state.storage.copy_chunks_to_full(block)
+            unit_state.sharded.allocate_full()
+            for block in range(len(unit_state.sharded.gradients)):
+                unit_state.sharded.copy_chunks_to_full(block)
                 self._collectives.unshard(index, block).wait()
         return newly_unsharded
 
@@ -237,7 +237,7 @@ class Engine:
         self._in_backward = True
         self._units_without_end |= self._units_in_forward
         self._units_in_forward.clear()
-        self._gradients_missing = [len(unit_state.storage.parameters) for unit_state in self._units]
+        self._gradients_missing = [len(unit_state.sharded.parameters) for unit_state in self._units]
         self._ends_step = False
         self._completed_units.clear()
         self._slot = 0
@@ -260,7 +260,7 @@ class Engine:
         zero3 = self.plan.units[unit].sharding is Sharding.ZERO3
         if zero3 or self._ends_step:
             next_unshards = self._tasks.unshards(unit, self._cycle)
-            self.scheduler.call_unless_started(next_unshards, self._units[unit].storage.reshard)
+            self.scheduler.call_unless_started(next_unshards, self._units[unit].sharded.reshard)
 
     def _reshard_unused(self, unit: int) -> None:
         """Reshard a unit whose backward did not run completely, once it is unsharded."""
@@ -294,12 +294,12 @@ class Engine:
             return self._comm_streams.send(
                 task.key, partial(self._collectives.reduce, unit, block), lane
             )
-        storage = self._units[unit].storage
+        sharded_unit = self._units[unit].sharded
         # Allocated on the compute stream, which uses and frees this memory.
-        storage.allocate_full()
+        sharded_unit.allocate_full()
 
         def unshard() -> Work:
-            storage.copy_chunks_to_full(block)
+            sharded_unit.copy_chunks_to_full(block)
             return self._collectives.unshard(unit, block)
 
         blocks = range(len(self.plan.units[unit].blocks))
@@ -307,9 +307,9 @@ class Engine:
             (MessageKind.REDUCE, unit, b) for b in blocks if b == block or self.plan.whole_layers
         ]
         work = self._comm_streams.send(task.key, unshard, lane, after=updated)
-        if storage.has_copied_all_chunks:
+        if sharded_unit.has_copied_all_chunks:
             self._comm_streams.release_after(
-                [(what, unit, b) for b in blocks], storage.merge_into_full
+                [(what, unit, b) for b in blocks], sharded_unit.merge_into_full
             )
         return work
 
@@ -321,10 +321,10 @@ class Engine:
             return False
         with self._comm_streams.on_complete(task.key):
             freed_blocks = self._use_sums(task)
-        storage = self._units[task.message.unit].storage
+        sharded_unit = self._units[task.message.unit].sharded
         for block in freed_blocks:
             self._comm_streams.release_after(
-                [task.key], partial(storage.free_block_gradients, block)
+                [task.key], partial(sharded_unit.free_block_gradients, block)
             )
         return bool(freed_blocks) and not self.plan.barrier
 
@@ -355,8 +355,8 @@ class Engine:
     @torch.no_grad()
     def _update(self, unit: int, blocks: tuple[int, ...]) -> None:
         """Update the parameters of some blocks of a unit, on the calling thread."""
-        storage = self._units[unit].storage
-        storage.split_from_full()
+        sharded_unit = self._units[unit].sharded
+        sharded_unit.split_from_full()
         copies = [
             c for b in blocks for c in self._updates.assign_gradients(unit, b, 1.0, copy=False)
         ]
@@ -366,15 +366,15 @@ class Engine:
         self._updates.clear_gradients(unit, blocks)
         self._memory_tracker.add("optimizer", self._updates.new_state_bytes(unit))
         self._memory_tracker.add("reduced gradients", -num_bytes)
-        if not storage.sharding.shards_optimizer:
+        if not sharded_unit.sharding.shards_optimizer:
             for block in blocks:
-                storage.copy_chunks_to_full(block)
+                sharded_unit.copy_chunks_to_full(block)
 
     @torch.no_grad()
     def _hold_sums(self, unit: int, block: int) -> bool:
         """Keep a block's sums for the update after the barrier; return whether they are copied."""
-        storage = self._units[unit].storage
-        in_place = storage.sharding in (Sharding.DP, Sharding.ZERO1)
+        sharded_unit = self._units[unit].sharded
+        in_place = sharded_unit.sharding in (Sharding.DP, Sharding.ZERO1)
         copies = self._updates.assign_gradients(
             unit, block, self._weights.divisor(), copy=not in_place
         )
@@ -387,10 +387,10 @@ class Engine:
         for index, unit_state in enumerate(self._units):
             self._updates.clear_gradients(index)
             self._memory_tracker.add("optimizer", self._updates.new_state_bytes(index))
-            for block in range(len(unit_state.storage.gradients)):
-                unit_state.storage.free_block_gradients(block)
-                if not unit_state.storage.sharding.shards_optimizer:
-                    unit_state.storage.copy_chunks_to_full(block)
+            for block in range(len(unit_state.sharded.gradients)):
+                unit_state.sharded.free_block_gradients(block)
+                if not unit_state.sharded.sharding.shards_optimizer:
+                    unit_state.sharded.copy_chunks_to_full(block)
         self._memory_tracker.add("reduced gradients", -sum(copy.nbytes for copy in self._copies))
         self._copies = []
         self.scheduler.updated(self._cycle)

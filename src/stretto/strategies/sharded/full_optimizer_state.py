@@ -29,12 +29,12 @@ def gather_full_optimizer(updates: ShardUpdates, transport: Transport) -> Optimi
     Only rank 0 gets the state; on other ranks it is empty. One unit is gathered at a time.
     """
     full_optimizer = updates.new_full_optimizer()
-    for storage in updates.storages:
+    for sharded_unit in updates.sharded_units:
         descriptions_of_ranks = [
             json.loads(text)
-            for text in all_gather_text(_describe_states(updates, storage), transport)
+            for text in all_gather_text(_describe_states(updates, sharded_unit), transport)
         ]
-        for tensor, parameter in enumerate(storage.parameters):
+        for tensor, parameter in enumerate(sharded_unit.parameters):
             description = next(
                 (one[str(tensor)] for one in descriptions_of_ranks if str(tensor) in one), None
             )
@@ -51,9 +51,9 @@ def gather_full_optimizer(updates: ShardUpdates, transport: Transport) -> Optimi
         }
         for key in sorted(sharded_keys):
             kind = next(k[key] for one in descriptions_of_ranks for k in one.values() if key in k)
-            for index, value in _gather_state(updates, storage, key, kind, transport):
-                if key in full_optimizer.state.get(storage.parameters[index], {}):
-                    full_optimizer.state[storage.parameters[index]][key] = value
+            for index, value in _gather_state(updates, sharded_unit, key, kind, transport):
+                if key in full_optimizer.state.get(sharded_unit.parameters[index], {}):
+                    full_optimizer.state[sharded_unit.parameters[index]][key] = value
     return full_optimizer
 
 
@@ -65,12 +65,12 @@ def shard_optimizer(updates: ShardUpdates, full_optimizer: Optimizer) -> None:
         local_optimizer.param_groups, full_optimizer.param_groups, strict=True
     ):
         group.update({key: value for key, value in full_group.items() if key != "params"})
-    for storage in updates.storages:
-        for param_slice in storage.param_slices:
-            parameter_state = full_optimizer.state.get(storage.parameters[param_slice.tensor])
+    for sharded_unit in updates.sharded_units:
+        for param_slice in sharded_unit.param_slices:
+            parameter_state = full_optimizer.state.get(sharded_unit.parameters[param_slice.tensor])
             local_optimizer.state.pop(param_slice.parameter, None)
             if parameter_state:
-                shape = storage.shapes[param_slice.tensor]
+                shape = sharded_unit.shapes[param_slice.tensor]
                 local_optimizer.state[param_slice.parameter] = {
                     key: _slice(value, param_slice, key, shape)
                     for key, value in parameter_state.items()
@@ -91,10 +91,10 @@ def _slice(value: object, param_slice: ParameterSlice, key: str, shape: torch.Si
     return value.reshape(-1)[param_slice.start : param_slice.start + length].clone()
 
 
-def _describe_states(updates: ShardUpdates, storage: ShardedUnit) -> str:
+def _describe_states(updates: ShardUpdates, sharded_unit: ShardedUnit) -> str:
     """Return the state of this rank's slices of a unit as JSON, without sharded tensors."""
     description: dict[int, ParameterState] = {}
-    for param_slice in storage.param_slices:
+    for param_slice in sharded_unit.param_slices:
         parameter_state = updates.optimizer.state.get(param_slice.parameter)
         if parameter_state and param_slice.tensor not in description:
             description[param_slice.tensor] = {
@@ -122,12 +122,18 @@ def _parse_value(encoded: list[Any]) -> object:
 
 
 def _gather_state(
-    updates: ShardUpdates, storage: ShardedUnit, key: str, kind: list[Any], transport: Transport
+    updates: ShardUpdates,
+    sharded_unit: ShardedUnit,
+    key: str,
+    kind: list[Any],
+    transport: Transport,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the index and the gathered state tensor ``key`` of each parameter of a unit."""
-    layout = storage.layout
-    flat = torch.zeros(layout.numel, dtype=getattr(torch, kind[1]), device=storage.master.device)
-    for param_slice in storage.param_slices:
+    layout = sharded_unit.layout
+    flat = torch.zeros(
+        layout.numel, dtype=getattr(torch, kind[1]), device=sharded_unit.master.device
+    )
+    for param_slice in sharded_unit.param_slices:
         parameter_state = updates.optimizer.state.get(param_slice.parameter) or {}
         if key in parameter_state:
             start = (
@@ -135,10 +141,10 @@ def _gather_state(
                 + param_slice.chunk_offset
             )
             flat[start : start + param_slice.parameter.numel()] = parameter_state[key]
-    if storage.sharding.shards_optimizer:
+    if sharded_unit.sharding.shards_optimizer:
         for block in layout.blocks:
             part = flat[block.offset : block.offset + block.numel]
-            all_gather = host_all_gather if storage.in_host else ALL_GATHER["ring"]
+            all_gather = host_all_gather if sharded_unit.in_host else ALL_GATHER["ring"]
             execute(all_gather(transport.mesh, 1), part, transport)
-    for index, (offset, shape) in enumerate(zip(layout.offsets, storage.shapes, strict=True)):
+    for index, (offset, shape) in enumerate(zip(layout.offsets, sharded_unit.shapes, strict=True)):
         yield index, flat[offset : offset + shape.numel()].view(shape).clone()

@@ -351,7 +351,7 @@ class MessageTimeline:
         self._recorder.add(Span(name, "comm 0", started_s, ended_s, self.step, num_bytes))
 
     def _num_bytes(self, what: MessageKind, unit: int, block: int) -> int:
-        storage = self._units[unit]
+        sharded_unit = self._units[unit]
         if what is MessageKind.REDUCE:
-            return storage.gradients[block].nbytes
-        return storage.layout.blocks[block].numel * storage.flat.element_size()
+            return sharded_unit.gradients[block].nbytes
+        return sharded_unit.layout.blocks[block].numel * sharded_unit.flat.element_size()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from stretto.comm.broadcast import broadcast_
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.reducer import GradientWeights, SampleWeights, UnitGradientWeights
+from stretto.comm.reducer import GradientScaling, NoScaling, SampleCountScaling
 from stretto.comm.transport import Transport, all_reduce_small_
 from stretto.errors import StrettoError
 from stretto.planner.plan import Plan
@@ -21,7 +21,7 @@ from stretto.strategies.sharded.assembly import (
     ModelInfo,
     ParameterOwners,
     ShardedModel,
-    counts_once,
+    is_counted_here,
     shard_model,
 )
 from stretto.strategies.sharded.config import ShardedConfig
@@ -57,7 +57,7 @@ class Sharded:
         self._recorder = recorder or Recorder(transport.rank)
         self._executor = CollectiveExecutor(transport, free_idle_buffers=True)
         self._weigh_samples = weigh_samples
-        self._weights: GradientWeights = UnitGradientWeights()
+        self._weights: GradientScaling = NoScaling()
         self._engine: Engine | None = None
         self._hooks: ModuleHooks | None = None
         self._is_consolidated = True
@@ -72,7 +72,7 @@ class Sharded:
         return_freed_memory()
         broadcast_([*model.parameters(), *model.buffers()], self._transport)
         if self._weigh_samples:
-            self._weights = SampleWeights(model)
+            self._weights = SampleCountScaling(model)
         self._buffers = ModelBuffers(model)
         optimizer = make_optimizer(model.parameters())
         model_info = replace(self.model_info, barrier=self.reads_gradients)
@@ -125,12 +125,12 @@ class Sharded:
                 self._weights,
             )
             self._engine.is_finite = lambda: self.is_finite()
-            on_gpu = sharded_model.units[0].storage.flat.is_cuda
+            on_gpu = sharded_model.units[0].sharded.flat.is_cuda
             # On a GPU waiting only queues on a stream, so that no completion thread is needed.
             self._engine.scheduler.inline = self.inline or on_gpu
             if not on_gpu:
-                storages = [unit_state.storage for unit_state in sharded_model.units]
-                self._engine.message_timeline = MessageTimeline(plan, storages, self._recorder)
+                sharded_units = [unit_state.sharded for unit_state in sharded_model.units]
+                self._engine.message_timeline = MessageTimeline(plan, sharded_units, self._recorder)
             if not plan.barrier:
                 sharded_model.updates.empty_loop_optimizer()
         if self._is_consolidated:
@@ -151,7 +151,7 @@ class Sharded:
             )
 
     def _raise_if_relocated(self, unit: int) -> None:
-        relocated = self._sharded_model.units[unit].storage.relocated_parameter()
+        relocated = self._sharded_model.units[unit].sharded.relocated_parameter()
         if relocated is not None:
             name = self._sharded_model.model_units[unit].names[relocated]
             raise StrettoError(
@@ -217,7 +217,7 @@ class Sharded:
         param_slices = (
             p.parameter
             for unit_state in self._sharded_model.units
-            for p in unit_state.storage.param_slices
+            for p in unit_state.sharded.param_slices
         )
         return [param_slice.grad for param_slice in param_slices if param_slice.grad is not None]
 
@@ -226,10 +226,10 @@ class Sharded:
         """Return the norm of all gradients; all ranks together."""
         squares = torch.zeros(1, dtype=torch.float64)
         for unit_state in self._sharded_model.units:
-            if counts_once(unit_state.storage, self._transport):
+            if is_counted_here(unit_state.sharded, self._transport):
                 own_gradients = [
                     p.parameter.grad
-                    for p in unit_state.storage.param_slices
+                    for p in unit_state.sharded.param_slices
                     if p.parameter.grad is not None
                 ]
                 squares += (
@@ -255,16 +255,16 @@ class Sharded:
         shards first.
         """
         for unit_state in self._sharded_model.units:
-            if unit_state.storage.dtypes.master == unit_state.storage.dtypes.compute:
-                unit_state.storage.copy_full_to_master()
+            if unit_state.sharded.dtypes.master == unit_state.sharded.dtypes.compute:
+                unit_state.sharded.copy_full_to_master()
         for unit in self._temporarily_unsharded:
-            self._sharded_model.units[unit].storage.reshard()
+            self._sharded_model.units[unit].sharded.reshard()
         self._temporarily_unsharded = set()
         self._is_consolidated = False
 
     def _copy_full_to_master(self) -> None:
         for unit_state in self._sharded_model.units:
-            unit_state.storage.copy_full_to_master()
+            unit_state.sharded.copy_full_to_master()
 
     def _raise_if_sharded(self, *_: object) -> None:
         if not self._is_consolidated:
@@ -295,7 +295,7 @@ class Sharded:
         for unit, unit_state in zip(
             self._sharded_model.model_units, self._sharded_model.units, strict=True
         ):
-            for param_slice in unit_state.storage.param_slices:
+            for param_slice in unit_state.sharded.param_slices:
                 if param_slice.parameter.grad is not None:
                     named.append((unit.names[param_slice.tensor], param_slice.parameter.grad))
         return named[::-1]

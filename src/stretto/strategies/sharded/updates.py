@@ -33,12 +33,14 @@ class GradientInput:
     gradient of a parameter.
     """
 
-    def __init__(self, storage: ShardedUnit) -> None:
-        self._copy_targets: list[list[_CopyTarget]] = [[] for _ in storage.parameters]
+    def __init__(self, sharded_unit: ShardedUnit) -> None:
+        self._copy_targets: list[list[_CopyTarget]] = [[] for _ in sharded_unit.parameters]
         self._has_gradient_flags: list[Tensor] = []
-        self._flag_positions: list[list[tuple[int, int, int]]] = [[] for _ in storage.parameters]
+        self._flag_positions: list[list[tuple[int, int, int]]] = [
+            [] for _ in sharded_unit.parameters
+        ]
         for index, (block, flat) in enumerate(
-            zip(storage.layout.blocks, storage.gradients, strict=True)
+            zip(sharded_unit.layout.blocks, sharded_unit.gradients, strict=True)
         ):
             for s in block.slices:
                 first = block.gradient_start(s.owner) + s.chunk_offset
@@ -86,7 +88,7 @@ class GradientInput:
 
 
 class ShardNorms:
-    """Norms of layers whose slices lie on several ranks, as `stretto.optim.layer_optimizer.Norms`.
+    """Norms of layers whose slices lie on several ranks: a `NormFunction` of `layer_optimizer`.
 
     Each rank computes squares of its slices; one small all-reduce adds them up. All ranks must call
     `before_step` and `after_step` around a step of the optimizer.
@@ -163,7 +165,7 @@ _NEEDS_FULL_TENSORS = {"LBFGS", "Muon", "Shampoo", "SOAP", "Adafactor", "SparseA
 class UnitState(NamedTuple):
     """A sharded unit and the state of its gradients."""
 
-    storage: ShardedUnit
+    sharded: ShardedUnit
     gradient_input: GradientInput
     always_active: bool
     """Whether the unit takes part in the whole backward, because its beginning is not known."""
@@ -182,7 +184,7 @@ class ShardUpdates:
         self._num_states: dict[int, int] = {}
         self._full_parameters = [list(group["params"]) for group in optimizer.param_groups]
         param_slices = [
-            param_slice for unit_state in units for param_slice in unit_state.storage.param_slices
+            param_slice for unit_state in units for param_slice in unit_state.sharded.param_slices
         ]
         for index, group in enumerate(optimizer.param_groups):
             own_slices = [p.parameter for p in param_slices if self._group_of[p.parameter] == index]
@@ -204,19 +206,19 @@ class ShardUpdates:
         Returns the tensors that were copied: all if ``copy`` is set or the wire type differs.
         """
         unit_state = self._units[unit]
-        storage = unit_state.storage
-        layout, flat = storage.layout.blocks[block], storage.gradients[block]
-        must_cast = flat.dtype != storage.dtypes.master
+        sharded_unit = unit_state.sharded
+        layout, flat = sharded_unit.layout.blocks[block], sharded_unit.gradients[block]
+        must_cast = flat.dtype != sharded_unit.dtypes.master
         copies: list[Tensor] = []
-        for owner in storage.owners:
+        for owner in sharded_unit.owners:
             start = layout.gradient_start(owner)
             sums = flat[start : start + layout.chunk]
             if copy or must_cast:
-                sums = sums.to(storage.dtypes.master, copy=True)
+                sums = sums.to(sharded_unit.dtypes.master, copy=True)
                 copies.append(sums)
             if total != 1.0:
                 sums.div_(total)
-            for param_slice in storage.slices_in_chunk(block, owner):
+            for param_slice in sharded_unit.slices_in_chunk(block, owner):
                 is_unused = unit_state.gradient_input.is_unused_everywhere(
                     block, owner, param_slice.tensor, param_slice.flag_index
                 )
@@ -228,7 +230,7 @@ class ShardUpdates:
     def clear_gradients(self, unit: int, blocks: Iterable[int] | None = None) -> None:
         """Clear the gradients of a unit's slices, of all blocks or of ``blocks``."""
         selected_blocks = None if blocks is None else set(blocks)
-        for param_slice in self._units[unit].storage.param_slices:
+        for param_slice in self._units[unit].sharded.param_slices:
             if selected_blocks is None or param_slice.block in selected_blocks:
                 param_slice.parameter.grad = None
 
@@ -241,7 +243,7 @@ class ShardUpdates:
             self._norms.before_step(block_optimizer)
         block_optimizer.step()
         if self._norms is not None:
-            self._norms.after_step(self._units[unit].storage.master)
+            self._norms.after_step(self._units[unit].sharded.master)
 
     def before_full_step(self) -> Callable[[], None]:
         """Prepare for a step of all slices by the training loop; call the result after it."""
@@ -249,7 +251,7 @@ class ShardUpdates:
         if norms is None:
             return lambda: None
         norms.before_step(self._optimizer)
-        return lambda: norms.after_step(self._units[0].storage.master)
+        return lambda: norms.after_step(self._units[0].sharded.master)
 
     def new_state_bytes(self, unit: int) -> int:
         """Return by how many bytes the unit's optimizer state has grown since the last call."""
@@ -257,7 +259,7 @@ class ShardUpdates:
         if self._num_states.get(unit) == num_states:
             return 0
         self._num_states[unit] = num_states
-        for param_slice in self._units[unit].storage.param_slices:
+        for param_slice in self._units[unit].sharded.param_slices:
             state = self._optimizer.state.get(param_slice.parameter, {})
             num_bytes = sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim())
             growth += num_bytes - self._state_bytes.get(param_slice.parameter, 0)
@@ -267,7 +269,7 @@ class ShardUpdates:
     def _optimizer_for_blocks(self, unit: int, blocks: tuple[int, ...]) -> Optimizer:
         """Return a clone of the optimizer, with shared state, for the slices of ``blocks``."""
         if (unit, blocks) not in self._block_optimizers:
-            param_slices = [p for p in self._units[unit].storage.param_slices if p.block in blocks]
+            param_slices = [p for p in self._units[unit].sharded.param_slices if p.block in blocks]
             groups = [
                 {
                     "params": [
@@ -285,9 +287,9 @@ class ShardUpdates:
         return self._optimizer
 
     @property
-    def storages(self) -> list[ShardedUnit]:
+    def sharded_units(self) -> list[ShardedUnit]:
         """The sharded units."""
-        return [unit_state.storage for unit_state in self._units]
+        return [unit_state.sharded for unit_state in self._units]
 
     def new_full_optimizer(self) -> Optimizer:
         """Return an optimizer of the model's whole parameters with an empty state."""
@@ -328,8 +330,8 @@ def _group_indices(optimizer: Optimizer, units: Sequence[UnitState]) -> Mapping[
     }
     found: dict[Tensor, int] = {}
     for unit_state in units:
-        for param_slice in unit_state.storage.param_slices:
-            full_parameter = unit_state.storage.parameters[param_slice.tensor]
+        for param_slice in unit_state.sharded.param_slices:
+            full_parameter = unit_state.sharded.parameters[param_slice.tensor]
             if full_parameter not in groups:
                 raise ConfigError(
                     f"a parameter of shape {list(full_parameter.shape)} is trainable but not in "

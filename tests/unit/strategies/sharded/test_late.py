@@ -55,7 +55,11 @@ def test_no_slot_keeps_more_than_the_plan_says(monkeypatch, name, reduce_slots):
         peaks = list(strategy.memory_tracker.peaks)
         held = [
             compute_unit_memory(
-                unit, h.storage.layout, ElementBytes(state=4), h.storage.rank, barrier=False
+                unit,
+                h.sharded.layout,
+                ElementBytes(state=4),
+                h.sharded.rank,
+                barrier=False,
             )
             for unit, h in zip(strategy.plan.units, strategy.inspect().units, strict=True)
         ]

@@ -67,7 +67,7 @@ def test_a_message_may_begin_again_before_it_has_landed():
     def work(transport):
         strategy = Sharded(ShardedConfig(plan="dear"), transport)
         strategy.attach(nn.Linear(4, 1, bias=False), lambda p: torch.optim.SGD(p, lr=0.01))
-        message_timeline = MessageTimeline(plan, strategy.inspect().updates.storages, recorder)
+        message_timeline = MessageTimeline(plan, strategy.inspect().updates.sharded_units, recorder)
         for cycle in range(2):
             message_timeline.on_start(MessageTask(cycle, gather))
         for cycle in range(2):

@@ -25,7 +25,11 @@ from stretto.simulator.algorithm_choice import DEFAULT_PRESET, choose_isolated_t
 from stretto.simulator.cluster import preset
 from stretto.simulator.peer_exchanges import pattern_of_topology
 from stretto.simulator.resource_costs import LATENCY, LINK
-from stretto.simulator.step_price import StepPrice, price_all_reduces, price_peer_exchanges
+from stretto.simulator.step_price import (
+    StepPrice,
+    price_exchanges_by_all_reduce,
+    price_peer_exchanges,
+)
 from stretto.simulator.step_timeline import Exchange, StepTimeline
 from stretto.strategies import (
     ADPSGDConfig,
@@ -88,7 +92,7 @@ def price_allreduce(request: PriceRequest) -> StepPrice:
         )
         updated_elements += sum(numels)
     step_timeline = StepTimeline(timeline.step_s, tuple(exchanges), slowdown=timeline.slowdown)
-    return price_all_reduces(step_timeline, table, request.cluster)
+    return price_exchanges_by_all_reduce(step_timeline, table, request.cluster)
 
 
 def price_local_averaging(request: PriceRequest) -> StepPrice:
@@ -104,7 +108,7 @@ def price_local_averaging(request: PriceRequest) -> StepPrice:
         table = strategy.table(mesh, on_gpu=on_gpu)
     else:
         table = _default_table(mesh)
-    return price_all_reduces(step_timeline, table, request.cluster)
+    return price_exchanges_by_all_reduce(step_timeline, table, request.cluster)
 
 
 def price_noloco(request: PriceRequest) -> StepPrice:

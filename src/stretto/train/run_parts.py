@@ -1,4 +1,4 @@
-"""`Parts`: all components of a training run on one rank, assembled by `stretto.run`."""
+"""`RunParts`: all components of a training run on one rank, assembled by `stretto.run`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from stretto.train.precision import LossScale
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class RunParts:
     """All components of one run on one rank.
 
     `model` and `optimizer` are those that `Strategy.attach` returned.

@@ -15,7 +15,7 @@ from stretto.planner.profile import read_profile
 from stretto.simulator.cluster import Cluster, Cpu, LinkCosts
 from stretto.strategies import STRATEGIES, CrossoverConfig
 from stretto.studies.priced_run import CostSource, PricedRun, find_variants
-from stretto.studies.step_prices import PRICE_FUNCTIONS, Predictor, price_strategies
+from stretto.studies.strategy_prices import PRICE_FUNCTIONS, Predictor, price_strategies
 
 GPT = """
 [model]

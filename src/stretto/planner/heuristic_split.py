@@ -15,13 +15,13 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.planner.candidates import Candidates
 from stretto.planner.check import allowed_window, required_messages
 from stretto.planner.memory import PHASES_PER_SLOT, Footprints, UnitMemory, bytes_by_phase
 from stretto.planner.message_windows import MessageKey, WindowWidth, fit_windows
 from stretto.planner.plan import MessageKind, Plan, Slots
 from stretto.planner.presets import even_block_lengths
 from stretto.planner.profile import Profile
-from stretto.planner.search import Candidates
 from stretto.planner.solver import Solver, SolverArrays
 from stretto.planner.timing import time_plan
 from stretto.planner.unit_choices import OptionAssigner, PlanConstraints, UnitOption, all_options
@@ -151,7 +151,7 @@ class LeastTrafficSplit:
 
     def least_traffic(self, share: int, solver: Solver) -> list[UnitOption] | None:
         """Return the options of least traffic that fit into ``share`` bytes; None if none fit."""
-        found = solver.solve(self._problem(share), whole=True, limit_s=_SOLVER_TIME_LIMIT_S)
+        found = solver.solve(self._problem(share), integral=True, limit_s=_SOLVER_TIME_LIMIT_S)
         selected_options = self.assigner.fastest_options()
         if found is not None and found.x is not None:
             ends = np.cumsum([len(unit_options) for unit_options in self._options])[:-1]
@@ -178,7 +178,7 @@ class LeastTrafficSplit:
         return {
             "cost": _option_costs(flat_options, kept),
             "upper": np.ones(len(flat_options)),
-            "whole": np.ones(len(flat_options)),
+            "integral": np.ones(len(flat_options)),
             "rows": rows.astype(float),
             "columns": columns.astype(float),
             "values": matrix[rows, columns],

@@ -1,4 +1,4 @@
-"""Layer norms of a group's mean, shared by ranks whose models differ (for LARS and LAMB).
+"""Norms for the trust ratios of LARS and LAMB, shared by ranks whose models differ.
 
 In the code of Crossover-SGD neighbouring ranks can share the trust ratios of LARS (``sync_lars``):
 the norms are of weights and gradients summed over the group. Here the norms are of the mean. The
@@ -40,8 +40,8 @@ def check_norm_groups(norm_sharing: NormSharing, size: int) -> None:
         )
 
 
-class GroupNorms:
-    """Norms of a group's mean, as `stretto.optim.layer_optimizer.Norms`.
+class TrustRatioNorms:
+    """Norms of a group's mean, as a `stretto.optim.layer_optimizer.NormFunction`.
 
     Before ``norm_sharing.from_step`` the norms are those of this rank. All ranks of a group step
     the same parameters together. A rank without a gradient of a parameter adds its weight and a
@@ -60,7 +60,7 @@ class GroupNorms:
         """Parameters with ratios in the current step; empty while norms are not shared."""
         self._norms_requested = False
 
-    def with_group_norms(self, make_optimizer: MakeOptimizer) -> MakeOptimizer:
+    def with_trust_ratio_norms(self, make_optimizer: MakeOptimizer) -> MakeOptimizer:
         """Return ``make_optimizer`` with step hooks; its optimizer must use these norms."""
 
         def build(parameters: Iterable[nn.Parameter]) -> Optimizer:
