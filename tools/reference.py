@@ -177,7 +177,7 @@ def _field_text(key: str, table: type[Config]) -> str:
 def _meaning(key: str, table: type[Config]) -> str:
     """Return what a key means: a class that only changes its default says nothing anew."""
     bases = [one for one in table.__mro__ if isinstance(one, type) and issubclass(one, Config)]
-    texts = (one.model_fields[key].description for one in bases if key in one.model_fields)
+    texts = (attribute_docstrings(one).get(key) for one in bases if one is not Config)
     return next((text for text in texts if text), "")
 
 

@@ -101,10 +101,6 @@ def test_a_config_cannot_be_changed():
         Train().steps = 3
 
 
-def test_the_string_under_a_field_is_its_help():
-    assert Train.model_fields["steps"].description == "Optimizer updates in the whole run."
-
-
 def test_an_integer_is_accepted_for_a_float(read):
     assert read(NAMED + "[train]\nlr = 1\n").config.train.lr == 1.0
 

@@ -42,7 +42,6 @@ class Config(BaseModel):
         strict=True,
         allow_inf_nan=False,
         defer_build=True,
-        use_attribute_docstrings=True,
     )
 
 

@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -169,6 +170,12 @@ class LayerGroup:
 class LayerOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose subclasses implement only `update_`, on lists of layers."""
 
+    # torch wraps these methods for torch.compile. The first call of a wrapper imports the compiler,
+    # which takes every rank 0.8 s at its start. So these are the methods inside the wrappers.
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
     is_stacked = False
     """Whether every parameter is [W, ...], with one row for each of W models."""
 
@@ -209,7 +216,7 @@ class LayerOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state bit for bit; torch's own method would round fp32 masters to 16 bits."""
-        super().load_state_dict(state_dict)
+        unwrap(torch.optim.Optimizer.load_state_dict)(self, state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         all_parameters = [p for group in self.param_groups for p in group["params"]]
         for number, parameter in zip(numbers, all_parameters, strict=True):
