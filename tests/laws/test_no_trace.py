@@ -162,6 +162,7 @@ DIFFERING_REPLICAS = [
     (3, "crossover", "strategy.mix=gradients"),
     (4, "crossover", "strategy.mix=gradients", "strategy.groups=2", "strategy.exact_every=4"),
     (3, "sgp", "optim.kind=lars", "optim.norm_group=3", "optim.norm_group_from_epoch=1"),
+    (3, "crossover", "strategy.segments=fine", "optim.kind=lars", "optim.norm_group=3"),
 ]
 """Number of ranks, and a strategy under which some of their replicas differ."""
 

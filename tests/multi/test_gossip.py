@@ -8,16 +8,13 @@ pytestmark = [pytest.mark.multi, pytest.mark.timeout(300)]
 
 
 AVERAGING = ("strategy.wire=fp8", "strategy.exact_every=7", "strategy.consensus_every=1")
-SHARING = ("optim=", "optim.kind=lars", "optim.lr=0.1", "optim.norm_group=3")
 WAYS = [
-    (3, 1, "crossover", "strategy.delay=1"),
     (3, 1, "sgp"),
-    (3, 1, "diloco", "strategy.every=3", "strategy.delay=1"),
     (4, 2, "crossover", "strategy.delay=1", "strategy.groups=2", *AVERAGING),
-    (3, 1, "crossover", "strategy.segments=fine", *SHARING),
-    (4, 2, "crossover", "strategy.mix=gradients", "strategy.groups=2"),
 ]
-"""Ranks, how many of them have one model, and the strategy."""
+"""Ranks, how many of them have one model, and the strategy.
+
+Ranks that are threads resume under many more: `test_no_trace.py`, `test_local_updates.py`."""
 
 
 @pytest.mark.parametrize("strategy", WAYS, ids=lambda arguments: " ".join(map(str, arguments)))
