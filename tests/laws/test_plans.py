@@ -22,6 +22,8 @@ from stretto.strategies.distribute import clip_norm_, consolidate, distribute
 from stretto.strategies.sharded.config import ShardedConfig
 from stretto.strategies.sharded.sharded import Sharded
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 STEPS = 3
 BATCH = 12
 

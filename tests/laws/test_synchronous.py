@@ -27,7 +27,7 @@ from stretto.train.run_parts import RunParts
 from stretto.train.step import accumulate, iterate_rank_samples, update
 from stretto.train.step_consensus import ControlPlane, StepConsensus
 
-STEPS = 10
+STEPS = 6
 _BUILDING = threading.Lock()
 
 

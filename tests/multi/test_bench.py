@@ -3,24 +3,21 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.multi.two_ranks import on_two_ranks
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
 KEYS = {"case", "ours_s", "peer", "peer_s", "bound_s", "runs", "spread"}
 KEYS |= {"ours_bytes", "peer_bytes"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
 
 
 def bench(*arguments: str) -> list[dict]:
     """Run the benchmark on two ranks; return its rows."""
-    done = subprocess.run(
-        [*TORCHRUN, "stretto", "bench", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = on_two_ranks(Path.cwd(), ["bench", *arguments, "--json"])
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert rows

@@ -1,27 +1,18 @@
 """``stretto calibrate`` on two ranks: it writes a cluster description, and updates one."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stretto.cluster.world import Mesh
 from stretto.simulator.cluster import load_cluster
+from tests.multi.two_ranks import on_two_ranks
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-
 
 def calibrate(folder: Path) -> str:
-    done = subprocess.run(
-        [*TORCHRUN, "stretto", "calibrate", "--no-table"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = on_two_ranks(folder, ["calibrate", "--no-table"])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

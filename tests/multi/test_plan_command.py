@@ -1,8 +1,6 @@
 """``stretto profile``, ``stretto plan``, ``stretto train`` and ``stretto bench plans`` together."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -11,10 +9,10 @@ from stretto.planner.memory import Footprints
 from stretto.planner.plan import read_plan
 from stretto.planner.profile import read_profile
 from tests.multi.small_run import RUN, last_tensors, same, stretto
+from tests.multi.two_ranks import on_two_ranks
 
-pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multi, pytest.mark.timeout(200), pytest.mark.usefixtures("kept_solvers")]
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--"]
 SHARDED = RUN.replace(
     'bucket_bytes = "2KB"\nalgorithm = "native, ring from 1KB"', 'kind = "sharded"'
 )
@@ -23,24 +21,12 @@ LIMIT = "memory_limit"
 """The key of the memory limit in the records of ``stretto bench plans``."""
 
 
-def on_two(folder, *arguments):
-    """Run a stretto command on two ranks; return the completed process."""
-    return subprocess.run(
-        [*TORCHRUN, "stretto", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with a profile that two ranks measured, and a plan made from it."""
     made = tmp_path_factory.mktemp("planned")
     (made / "run.toml").write_text(SHARDED)
-    done = on_two(made, "profile", "run.toml", "strategy.unit=1KB", "--repeats", "1")
+    done = on_two_ranks(made, ["profile", "run.toml", "strategy.unit=1KB", "--repeats", "1"])
     assert done.returncode == 0, done.stderr
     assert _plan(made) == 0
     return made
@@ -58,7 +44,7 @@ def trained(folder, name, *arguments):
 
 def _trained(folder, name, *arguments):
     """Train on two ranks; return the file of the plan that the run kept, and what was output."""
-    done = on_two(folder, "train", "run.toml", f"run.name={name}", *arguments)
+    done = on_two_ranks(folder, ["train", "run.toml", f"run.name={name}", *arguments])
     assert done.returncode == 0, done.stderr
     return folder / "runs" / name / "plan.json", done.stderr
 
@@ -105,8 +91,8 @@ def test_too_little_memory_ends_the_run_with_the_minimum(source, folder):
 
 def benched(folder, *arguments):
     """Time plans of the profile on two ranks; return the row of each by name."""
-    done = on_two(
-        folder, "bench", "plans", "profile.json", "--run", "run.toml", "--runs", "1", *arguments
+    done = on_two_ranks(
+        folder, ["bench", "plans", "profile.json", "--run", "run.toml", "--runs", "1", *arguments]
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -145,6 +131,6 @@ def test_a_profile_of_other_ranks_and_fewer_than_no_shares_are_refused(folder):
         (["three.json"], "three.json is a profile of 3 ranks, here are 2: make it anew on these"),
         (["profile.json", "--shares", "-1"], "--shares -1: expected how many, or 0 for none"),
     ):
-        done = on_two(folder, "bench", "plans", *arguments, "--run", "run.toml")
+        done = on_two_ranks(folder, ["bench", "plans", *arguments, "--run", "run.toml"])
         assert done.returncode != 0
-        assert f"stretto: {output}\n" in done.stderr, "torchrun adds arguments of its own"
+        assert f"stretto: {output}\n" in done.stderr

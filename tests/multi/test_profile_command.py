@@ -1,16 +1,13 @@
 """``stretto profile`` on two ranks: rank 0 writes one profile."""
 
-import subprocess
-import sys
-
 import pytest
 
 from stretto.planner.profile import read_profile
 from tests.multi.small_run import RUN
+from tests.multi.two_ranks import on_two_ranks
 
 pytestmark = [pytest.mark.multi, pytest.mark.timeout(200)]
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
 SHARDED = RUN.replace(
     'bucket_bytes = "2KB"\nalgorithm = "native, ring from 1KB"', 'kind = "sharded"'
 )
@@ -18,14 +15,7 @@ SHARDED = RUN.replace(
 
 def profile(folder, *arguments):
     (folder / "run.toml").write_text(SHARDED)
-    return subprocess.run(
-        [*TORCHRUN, "stretto", "profile", "run.toml", "strategy.unit=1KB", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
+    return on_two_ranks(folder, ["profile", "run.toml", "strategy.unit=1KB", *arguments])
 
 
 def test_units_and_messages_of_two_ranks_are_measured(tmp_path):

@@ -24,7 +24,13 @@ from stretto.planner.message_windows import trim_windows
 from stretto.planner.milp import MilpModel
 from stretto.planner.plan import Plan
 from stretto.planner.profile import Profile
-from stretto.planner.solver import MilpProblem, Solution, Solver, SolverArrays
+from stretto.planner.solver import (
+    MilpProblem,
+    Solution,
+    Solver,
+    SolverArrays,
+    keep_solver_processes,
+)
 from stretto.planner.unit_choices import (
     OptionAssigner,
     PlanConstraints,
@@ -119,13 +125,12 @@ def make_plan(
     """
     if barrier or constraints.barrier:
         return _plan_once(profile, memory_limit, replace(constraints, barrier=True))
-    without_barrier = _plan_once(profile, memory_limit, constraints)
-    if (
-        max(profile.no_barrier_slowdown, profile.no_barrier_slowdown * profile.reordering_slowdown)
-        <= 1.0
-    ):  # a barrier only forbids
-        return without_barrier
-    with_barrier = make_plan(profile, memory_limit, constraints, barrier=True)
+    slowdown = profile.no_barrier_slowdown * max(1.0, profile.reordering_slowdown)
+    if slowdown <= 1.0:  # a barrier only forbids
+        return _plan_once(profile, memory_limit, constraints)
+    with keep_solver_processes():
+        without_barrier = _plan_once(profile, memory_limit, constraints)
+        with_barrier = make_plan(profile, memory_limit, constraints, barrier=True)
     best = min(without_barrier, with_barrier, key=attrgetter("step_s"))
     return replace(
         best,

@@ -9,8 +9,8 @@ import io
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Timer
 from types import TracebackType
@@ -78,10 +78,39 @@ class Solution:
     """
 
 
+_idle_processes: list["subprocess.Popen[bytes]"] | None = None
+"""Processes that wait for the next `Solver`; None unless they are kept."""
+
+
+@contextmanager
+def keep_solver_processes() -> Iterator[None]:
+    """Keep the processes of solvers for later ones: each takes half a second to start."""
+    global _idle_processes
+    if _idle_processes is not None:  # an outer caller keeps them
+        yield
+        return
+    _idle_processes = []
+    try:
+        yield
+    finally:
+        idle, _idle_processes = _idle_processes, None
+        for process in idle:
+            _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.communicate()
+
+
 class Solver:
     """A child process that solves problems one after another. Use it as a context manager."""
 
     def __init__(self) -> None:
+        self._is_reusable = True
+        if _idle_processes:
+            self._process = _idle_processes.pop()
+            return
         self._process = subprocess.Popen(
             [sys.executable, "-I", __file__],
             stdin=subprocess.PIPE,
@@ -99,9 +128,11 @@ class Solver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Kill the process."""
-        self._process.kill()
-        self._process.communicate()
+        """Kill the process, or keep it for the next solver."""
+        if _idle_processes is not None and self._is_reusable:
+            _idle_processes.append(self._process)
+        else:
+            _end(self._process)
 
     def solve(self, arrays: SolverArrays, *, integral: bool, limit_s: float) -> Solution | None:
         """Solve a problem within ``limit_s`` seconds.
@@ -116,6 +147,7 @@ class Solver:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._is_reusable = False  # until the whole answer has been read
         limits = {"limit_s": np.array([limit_s]), "whole_numbers": np.array([float(integral)])}
         end = Timer(limit_s + GRACE_S, self._process.kill)
         end.start()
@@ -128,6 +160,7 @@ class Solver:
             end.cancel()
         if found is None:
             return None
+        self._is_reusable = True
         x = found["x"] if found["x"].size else None
         return Solution(x, float(found["bound"][0]), found["duals"])
 

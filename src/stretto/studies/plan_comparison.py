@@ -10,6 +10,7 @@ from stretto.optim import LAMBConfig, LARSConfig
 from stretto.planner.memory import Footprints
 from stretto.planner.planner import PlanningResult, make_plan
 from stretto.planner.profile import Profile
+from stretto.planner.solver import keep_solver_processes
 from stretto.planner.unit_choices import (
     InsufficientMemoryError,
     OptionAssigner,
@@ -102,6 +103,7 @@ _CHANGES: dict[str, Callable[[PlanRequest, str], PlanRequest]] = {
 }
 
 
+@keep_solver_processes()
 def pareto(request: PlanRequest, count: int) -> list[tuple[int, float]]:
     """Return ``count`` memory limits with the step time of the best plan for each.
 

@@ -12,6 +12,8 @@ from stretto.planner.presets import PresetOptions, add_barrier, preset_plan, ran
 from stretto.planner.profile import Link, Profile, UnitCost
 from stretto.planner.timing import time_plan
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 SIZES = (2_000_000, 500_000, 3_000_000, 1_000_000)
 PROFILE = Profile(
     units=tuple(

@@ -12,6 +12,8 @@ from stretto.planner.plan import read_plan
 from stretto.planner.profile import Link, Profile, UnitCost, read_profile
 from stretto.planner.timing import time_plan
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 RUN = """
 [run]
 threads = 1

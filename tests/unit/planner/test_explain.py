@@ -16,6 +16,8 @@ from stretto.planner.profile import Link, Profile, UnitCost
 from stretto.planner.solver import Solver
 from stretto.planner.unit_choices import PlanConstraints, all_options
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 
 @cache
 def middle_of(name):

@@ -16,6 +16,8 @@ from stretto.planner.profile import Link, Profile, UnitCost
 from stretto.planner.timing import time_plan
 from stretto.planner.unit_choices import PlanConstraints, UnitChoice, make_unit
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 BARRIER = PlanConstraints(barrier=True)
 SMALL = Profile(
     units=tuple(

@@ -10,6 +10,8 @@ from stretto.planner.plan import ElementBytes
 from stretto.planner.presets import PresetOptions, UnitShape, add_barrier, preset_plan, random_plan
 from tests.unit.planner.examples import SHAPES
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 RANKS = 2
 TWO = (UnitShape("a", 32), UnitShape("b", 64))
 """Gradients have 64 and 96 elements with their has-gradient flags; each of 2 ranks owns 16 and 32.

@@ -23,6 +23,8 @@ from stretto.planner.solver import Solver
 from stretto.planner.timing import time_plan
 from stretto.planner.unit_choices import PlanConstraints, all_options
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 SAME = 1e-7
 
 

@@ -29,6 +29,8 @@ from stretto.planner.unit_choices import (
 )
 from tests.exact.instances import draw_instance
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 EAGER = [("ddp", None), ("zero2", 1), ("zero2", 2), ("zero3", 1), ("zero3", 2)]
 """What other systems do: (preset, units of prefetch), all with a barrier."""
 PLANNED = [*((name, "middle") for name in profiles()), ("vgg16_10", "high"), ("gpt_80", "high")]

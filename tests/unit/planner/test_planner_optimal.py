@@ -11,6 +11,8 @@ from stretto.planner.timing import time_plan
 from tests.exact.instances import draw_instance
 from tests.exact.problem import solve, solver_python
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 SEEDS = (0, 1, 3, 4, 7, 9, 10, 11, 12, 13, 16, 18, 24, 38, 47, 48, 52, 58, 62, 63)
 """Instances of 2 to 6 units, with a barrier and without, that a solver proves in two seconds."""
 MEAN, WORST = 0.01, 0.05

@@ -124,6 +124,23 @@ def test_a_process_lives_as_long_as_its_solver():
     assert not process.is_running()
 
 
+def test_a_process_that_is_kept_solves_for_the_next_solver():
+    with solving.keep_solver_processes():
+        with Solver() as solver:
+            process = running_solver()
+            assert solver.solve(KNAPSACK, integral=True, limit_s=10).bound == pytest.approx(-9)
+        with Solver() as solver:
+            assert running_solver() == process
+            assert solver.solve(KNAPSACK, integral=True, limit_s=10).bound == pytest.approx(-9)
+            kill_and_wait(process)
+            assert solver.solve(KNAPSACK, integral=True, limit_s=10) is None
+        with Solver() as solver:
+            assert running_solver() != process
+            assert solver.solve(KNAPSACK, integral=True, limit_s=10).bound == pytest.approx(-9)
+            process = running_solver()
+    assert not process.is_running()
+
+
 @pytest.mark.parametrize("size", [0, 3, 7])
 def test_an_incomplete_header_is_no_answer(size):
     written = io.BytesIO()

@@ -17,6 +17,8 @@ from stretto.planner.profile import Link, Profile, UnitCost, read_profile
 from stretto.planner.timing import time_plan
 from tests.unit.planner.examples import SHAPES
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 TWO = (UnitShape("a", 1000), UnitShape("b", 2000))
 """On two ranks at 1,000 bytes a second, a message of a takes 2 s, one of b 4 s."""
 

@@ -16,6 +16,8 @@ from stretto.report.plan_page import PlanPage, render_plan_page, timeline_figure
 from tests.unit.report.hostile import HOSTILE
 from tests.unit.report.test_html import Page, without_plotly
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 NAMES = ("in", "mid", "out")
 
 

@@ -15,6 +15,8 @@ from stretto.studies.plan_comparison import (
     pareto,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 UNIT = {"forward_s": 2e-3, "backward_s": 4e-3, "activation_bytes": 400_000}
 PROFILE = Profile(
     units=tuple(UnitCost(name=f"blocks.{i}", numel=250_000, **UNIT) for i in range(4)),

@@ -13,6 +13,8 @@ from stretto.run import RunConfig
 from stretto.strategies.sharded.config import ShardedConfig, checked_plan
 from stretto.strategies.sharded.sharded import Sharded
 
+pytestmark = pytest.mark.usefixtures("kept_solvers")
+
 
 def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
