@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The exact solver that the planner is measured against; its pins are not ours.
 EXACT := $(VENV)/exact/.ready
-# Tests of these markers start processes or time something: they have the machine to themselves.
-ALONE := multi or lab or gpu or timed
+# Tests of these markers compare times or use an accelerator: they have the machine to themselves.
+ALONE := gpu or timed
+ALONE_FILES = $(shell grep -rlE "mark\.(gpu|timed)" tests --include=test_*.py)
+# Keep bytecode, whatever the environment says: without it each rank compiles us when it starts.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test check size bench campaign mutants reference install clean
 
@@ -41,15 +44,16 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
-# Both parts run, whatever the first one finds; either fails the target. In the first part the
-# processes of pytest share the cores, so torch has one thread in each.
+# Both parts run, whatever the first one finds; either fails the target. In the first part tests
+# share the cores, so torch has one thread in each process, and time limits are doubled. Tests of a
+# file stay together, because they share fixtures.
 test: check $(EXACT)
 	@failed=0; \
-	echo "tests that only compute, beside each other"; \
+	echo "tests beside each other"; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m "not ($(ALONE))" \
-	  -n logical --maxprocesses=4 --dist worksteal || failed=1; \
-	echo "tests that start processes, one after another"; \
-	$(BIN)/python -m pytest --durations=10 -m "$(ALONE)" || failed=1; \
+	  -n 3 --dist loadfile --no-loadscope-reorder --timeout=240 || failed=1; \
+	echo "tests that compare times, one after another"; \
+	$(BIN)/python -m pytest --durations=10 -m "$(ALONE)" $(ALONE_FILES) || failed=1; \
 	if [ $$failed = 1 ]; then echo "make test: a part failed, see its summary above"; fi; \
 	exit $$failed
 

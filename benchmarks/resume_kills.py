@@ -126,6 +126,7 @@ def kill_after_step(argv: list[str], run_dir: Path, target_step: int) -> int:
     deadline_s = time.monotonic() + DEADLINE_S
     while last_step(run_dir) < target_step and job.poll() is None:
         ranks = children(job.pid) or ranks
+        time.sleep(0.01)
         if time.monotonic() > deadline_s:
             os.killpg(job.pid, signal.SIGKILL)
             raise SystemExit(f"no step {target_step} within {DEADLINE_S} s in {run_dir}")

@@ -74,6 +74,7 @@ except TransportError as failure:
 transport.close()
 transport = open_gloo(store, rank=rank, members=[0, 2], generation=1, timeout_s=30)
 print("rebuilt", transport.rank, *{str(total(transport, name)) for name in ALLREDUCE}, flush=True)
+os._exit(0)  # as every process of ours that has used Gloo
 """
 
 
@@ -132,6 +133,42 @@ def test_survivors_get_the_rank_of_the_lost_peer(said):
 def test_survivors_form_the_next_generation(said):
     assert said[0][-1] == "rebuilt 0 [4.0]"
     assert said[2][-1] == "rebuilt 1 [4.0]"
+
+
+LEAVES_DURING_A_SUM = """
+import os, sys, torch
+from stretto.cluster.store import start_or_connect_store
+from stretto.cluster.world import StoreAddress, Mesh, World
+from stretto.comm.gloo import open_gloo
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = start_or_connect_store(World(rank, Mesh((2,)), StoreAddress("127.0.0.1", port)))
+transport = open_gloo(store, rank=rank, members=[0, 1], timeout_s=30)
+if rank == 0:
+    work = transport.start_all_reduce(torch.ones(1000))
+    transport.close()
+    del work, transport
+print("closed", flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+def test_a_rank_that_leaves_during_a_sum_survives_the_end_of_the_sum():
+    server = serve_store()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    script = [sys.executable, "-c", LEAVES_DURING_A_SUM]
+    leaves, other = (
+        subprocess.Popen([*script, str(rank), str(server.port)], text=True, **pipes)
+        for rank in range(2)
+    )
+    assert [process.stdout.readline() for process in (leaves, other)] == ["closed\n"] * 2
+    other.kill()  # the sum fails on a thread of Gloo
+    other.communicate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        leaves.wait(2)
+    _, errors = leaves.communicate("end\n", timeout=20)
+    assert (leaves.returncode, errors) == (0, "")
 
 
 def listening(port: int) -> set[str]:

@@ -19,7 +19,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def launched(folder):
-    return train(folder, "launched", *FIXED, "--workers", "4")[1]
+    return train(folder, "launched", *FIXED, "--workers", "3")[1]
 
 
 def free_port():
@@ -34,28 +34,22 @@ def test_torchrun_gives_the_same_bits_with_either_rendezvous(folder, launched, r
         "static": [f"--master-port={free_port()}"],
         "c10d": ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"],
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
     start = [*torchrun, *where[rendezvous], "-m", "stretto"]
     output, tensors = train(folder, rendezvous, *FIXED, start=start)
     assert same(tensors, launched)
-    assert "4 workers on 1 host" in output
+    assert "3 workers on 1 host" in output
 
 
-def test_srun_on_two_nodes_gives_the_same_bits(folder, launched, slurm):
-    start = ["srun", "-N2", "-n4", *STRETTO]
+def test_srun_on_two_uneven_nodes_gives_the_same_bits(folder, launched, slurm):
+    start = ["srun", "-N2", "-n3", *STRETTO]
     output, tensors = train(folder, "srun", *FIXED, start=start, environ=slurm.environ)
     assert same(tensors, launched)
-    assert "4 workers on 2 hosts" in output
-
-
-def test_srun_with_uneven_nodes_knows_its_mesh(folder, slurm):
-    start = ["srun", "-N2", "-n3", *STRETTO]
-    output, _ = train(folder, "uneven", *FIXED, start=start, environ=slurm.environ)
     assert "3 workers on 2 hosts" in output
 
 
 def test_mpirun_gives_the_same_bits(folder, launched, mpirun):
-    start = [*mpirun, "-n", "4", *STRETTO]
+    start = [*mpirun, "-n", "3", *STRETTO]
     output, tensors = train(folder, "mpirun", *FIXED, start=start)
     assert same(tensors, launched)
-    assert "4 workers on 1 host" in output
+    assert "3 workers on 1 host" in output

@@ -11,8 +11,10 @@ until all of it has left, and the two directions would run one after the other.
 Threads end before the interpreter: after a sum, a Gloo thread releases its tensors, for which it
 takes the GIL. A thread that asks for the GIL while the interpreter shuts down is killed inside a
 destructor, which aborts the process ("terminate called without an active exception"). `close`
-therefore drops the groups, which joins their threads. It keeps the groups while a sum is still
-running, because joining could then last until the time-out.
+therefore drops the groups, which joins their threads. While a sum is still running, joining could
+last until the time-out, so `close` then keeps the groups as long as the process lives. If it only
+left them to their last owner, that would be the sum, which ends on a thread of its group: the
+thread would join itself, which aborts the process ("Resource deadlock avoided").
 """
 
 import os
@@ -48,6 +50,9 @@ _LIKELY_CAUSES = {
 }
 """Probable cause of a lost peer, by a pattern in the back end's message; the first match counts."""
 
+
+_busy_groups: list[Any] = []
+"""Groups that were closed while a sum was running; see the note on threads above."""
 
 _NO_TIMEOUT = timedelta(days=365)
 """Gloo needs a number, even for a receive that may wait for ever."""
@@ -125,8 +130,9 @@ class GlooTransport:
         """Leave the group; a peer that still waits for this rank waits until its time-out."""
         for group in self._lanes:
             group.shutdown()
-        if not self._in_flight:
-            self._lanes.clear()
+        if self._in_flight:
+            _busy_groups.extend(self._lanes)
+        self._lanes.clear()
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:
         peer_name = "a peer" if peer < 0 else f"rank {self._members[peer]}"

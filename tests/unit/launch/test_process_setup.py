@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -33,7 +34,8 @@ def test_a_blocked_signal_is_delivered_once_signals_are_unblocked():
     before = signal.signal(signal.SIGUSR2, lambda number, _frame: arrived.append(number))
     try:
         with block_stop_signals():
-            os.kill(os.getpid(), signal.SIGUSR2)
+            # To this thread: other threads of pytest do not block the signal.
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR2)
             assert arrived == []
             unblock_stop_signals()
             assert arrived == [signal.SIGUSR2]

@@ -1,5 +1,6 @@
 """Small image folders for tests: the colour of an image encodes its number."""
 
+import os
 import struct
 import zlib
 from io import BytesIO
@@ -12,6 +13,8 @@ from stretto.data import HostContext
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 """Settings under which an input is its pixel divided by 255."""
+RUN_KEY = f"run-{os.getpid()}"
+"""Ranks of one host with equal keys share a cache; tests in another process have another key."""
 
 
 def jpeg(number: int = 0, width: int = 24, height: int = 20) -> bytes:
@@ -82,5 +85,5 @@ def data_folder(root: Path, num_train: int = 12, num_test: int = 4) -> Path:
     return fill(root, files)
 
 
-def single_rank(key: str = "run") -> HostContext:
+def single_rank(key: str = RUN_KEY) -> HostContext:
     return HostContext(0, 1, key, barrier=lambda: None)
