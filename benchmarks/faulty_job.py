@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from stretto.launch.processes import with_parent_death_signal
+from stretto.launch.worker_group import with_parent_death_signal
 
 RUN = """
 [run]

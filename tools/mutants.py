@@ -85,7 +85,7 @@ def tests_pass(tests: Sequence[str], tree: Path) -> bool:
     except subprocess.TimeoutExpired:
         return False
     if done.returncode not in (0, 1, 2):  # no tests found, a wrong option: nothing was tried
-        raise SystemExit(f"pytest could not run {' '.join(tests)}:\n{done.stdout.decode()}")
+        raise SystemExit(f"pytest could not run the tests:\n{done.stderr.decode()}")
     return done.returncode == 0
 
 

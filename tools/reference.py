@@ -26,7 +26,7 @@ from stretto.config import Config
 from stretto.config.formatting import toml_value
 from stretto.config.schema import allowed_values, describe_expected, kind_values, table_classes
 from stretto.run import RunConfig
-from stretto.telemetry.events import EVENTS, Scaling, StepSkipped, to_record
+from stretto.telemetry.events import EVENTS, StepSkipped, ThroughputFactors, to_record
 from stretto.units import Bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -326,7 +326,8 @@ def events_page() -> str:
     ]
     for name, kind in EVENTS.items():
         lines += ["", f"## {name}", "", *docstring_lines(kind), *_event_lines(kind)]
-    lines += ["", "## The field scaling", "", *docstring_lines(Scaling), *_event_lines(Scaling)]
+    factors = ThroughputFactors
+    lines += ["", "## The field scaling", "", *docstring_lines(factors), *_event_lines(factors)]
     return _finish(lines)
 
 

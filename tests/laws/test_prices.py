@@ -20,10 +20,10 @@ from stretto.simulator import (
     serial_steps,
 )
 from stretto.simulator.closed_forms import FORMULAS
-from stretto.simulator.engine import run_task_by_task, run_vectorized
+from stretto.simulator.event_engine import run_task_by_task, run_vectorized
 from stretto.simulator.expanded_schedule import expand, host_symmetry
+from stretto.simulator.message_costs import cost_resources
 from stretto.simulator.price_cache import PriceLowerBound, lower_bound_in_parts
-from stretto.simulator.resource_costs import cost_resources
 from stretto.telemetry.timeline import busy_s
 
 TIGHT = 1e-9

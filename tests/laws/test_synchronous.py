@@ -24,7 +24,7 @@ from stretto.strategies import AllReduceConfig, build_strategy
 from stretto.telemetry.timeline import Recorder
 from stretto.train.config import TrainConfig
 from stretto.train.run_parts import RunParts
-from stretto.train.step import accumulate, iterate_rank_samples, update
+from stretto.train.step import forward_backward, iterate_rank_samples, update
 from stretto.train.step_consensus import ControlPlane, StepConsensus
 
 STEPS = 6
@@ -131,7 +131,7 @@ def run_rank(
     agreement = StepConsensus(ControlPlane(transport))
     with Prefetcher(parts.source, iterate_rank_samples(parts, 0)) as batches:
         for step, loaded in enumerate(batches):
-            accumulate(parts, step, loaded, parts.rate_at(step), agreement)
+            forward_backward(parts, step, loaded, parts.rate_at(step), agreement)
             step_gradients = strategy.after_backward()
             update(parts, step, step_gradients)
             strategy.after_update()

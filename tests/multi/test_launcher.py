@@ -12,8 +12,8 @@ from itertools import product
 import pytest
 
 from stretto.cluster.heartbeats import FailureReport
-from stretto.launch.processes import Worker
 from stretto.launch.supervise import LauncherTimeouts, run_workers
+from stretto.launch.worker_group import WorkerSpec
 from stretto.launch.worker_output import ConsoleStreams
 
 pytestmark = pytest.mark.multi
@@ -23,7 +23,7 @@ FOREVER = "exec sleep 300"
 
 def workers_of(scripts, folder):
     return [
-        Worker(rank, ["sh", "-c", script], {}, folder / f"rank-{rank}.log")
+        WorkerSpec(rank, ["sh", "-c", script], {}, folder / f"rank-{rank}.log")
         for rank, script in enumerate(scripts)
     ]
 
@@ -197,7 +197,7 @@ def test_a_process_that_inherited_a_worker_pipe_does_not_block_the_launcher(tmp_
 
 LAUNCHER = """
 import json, os, pathlib, sys
-from stretto.launch.processes import WorkerGroup, Worker
+from stretto.launch.worker_group import WorkerGroup, WorkerSpec
 from stretto.launch.supervise import LauncherTimeouts, run_workers
 scripts, timeouts, is_deaf, held_up_by = json.loads(sys.argv[1])
 def say(line):
@@ -210,7 +210,7 @@ def kill(group, at_once=WorkerGroup.kill):
     at_once(group)
 if held_up_by:
     WorkerGroup.kill = kill
-workers = [Worker(rank, ["sh", "-c", script], {}) for rank, script in enumerate(scripts)]
+workers = [WorkerSpec(rank, ["sh", "-c", script], {}) for rank, script in enumerate(scripts)]
 outcome = run_workers(workers, log_line=say, timeouts=LauncherTimeouts(**timeouts))
 print(outcome.reason)
 sys.exit(outcome.exit_code)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from stretto.checkpoint import tensor_files as shards
+from stretto.checkpoint import tensor_files
 from stretto.checkpoint.folders import (
     MANIFEST,
     MANIFEST_DIGEST,
@@ -268,7 +268,7 @@ def _check_arguments(state: CheckpointState, generation: int, keep: int) -> None
         raise CheckpointError(
             f"generation must be at least 0 and keep at least 1, got {generation} and {keep}"
         )
-    shards.refuse_unsupported(state.tensors)
+    tensor_files.refuse_unsupported(state.tensors)
 
 
 def _prepare_folder(folder: Path, state: CheckpointState, generation: int) -> None:
@@ -295,11 +295,13 @@ def _write_files(staging: Path, state: CheckpointState, generation: int) -> int:
     staging.mkdir()
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    for name, tensors in shards.split_into_files(state.tensors, shards.MAX_FILE_BYTES):
-        data = shards.pack_tensors(tensors)
+    for name, tensors in tensor_files.split_into_files(state.tensors, tensor_files.MAX_FILE_BYTES):
+        data = tensor_files.pack_tensors(tensors)
         # The digest is of the bytes in memory, so that it also detects a faulty disk.
-        files[name] = shards.describe_file(data)
-        entries |= {key: shards.describe_tensor(tensor, name) for key, tensor in tensors.items()}
+        files[name] = tensor_files.describe_file(data)
+        entries |= {
+            key: tensor_files.describe_tensor(tensor, name) for key, tensor in tensors.items()
+        }
         write_durably(staging / name, data)
     manifest = encode_manifest(_make_manifest(state, generation, files, entries))
     digest_line = manifest_digest_line(manifest)

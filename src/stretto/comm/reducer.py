@@ -235,7 +235,7 @@ class Reducer:
     ) -> None:
         self._buckets = buckets
         self._transport = transport
-        self._weights = weights
+        self._gradient_scaling = weights
         self._recorder = recorder
         self._bucket_reducers = bucket_reducers
         self._reset()
@@ -263,7 +263,7 @@ class Reducer:
         """
         self._start_ready_buckets(lambda: True)
         with self._recorder.span("wait for gradients", "wait", step=step):
-            divisor = self._weights.divisor()
+            divisor = self._gradient_scaling.divisor()
             for index, (bucket, work) in enumerate(
                 zip(self._buckets, self._in_flight, strict=True)
             ):
@@ -271,7 +271,7 @@ class Reducer:
                 bucket.unpack(divisor)
                 self._record_span(step, index, work)
                 on_bucket_ready(bucket)
-        self._weights.reset()
+        self._gradient_scaling.reset()
         self._reset()
 
     def _reset(self) -> None:
@@ -286,9 +286,9 @@ class Reducer:
         """
         while len(self._in_flight) < len(self._buckets) and is_ready():
             if not self._in_flight:
-                self._weights.start(self._transport)
+                self._gradient_scaling.start(self._transport)
             index = len(self._in_flight)
-            self._buckets[index].pack(self._weights.local_weight())
+            self._buckets[index].pack(self._gradient_scaling.local_weight())
             self._started_s[index] = time.monotonic()
             self._in_flight.append(self._bucket_reducers[index].start())
 

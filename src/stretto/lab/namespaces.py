@@ -25,7 +25,7 @@ from pathlib import Path
 
 from stretto.errors import LabError
 from stretto.lab.spec import LabNames, LabNode, LabSpec, build_commands, lab_id_of
-from stretto.launch.processes import with_parent_death_signal
+from stretto.launch.worker_group import with_parent_death_signal
 
 _PACKAGES = {
     "ip": "iproute2",

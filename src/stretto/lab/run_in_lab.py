@@ -14,14 +14,14 @@ from pathlib import Path
 from stretto.errors import ConfigError, LabError
 from stretto.lab.namespaces import HostBytes, RunningLab, open_lab
 from stretto.lab.spec import HEAD, LabNames, LabSpec, address, host_of
-from stretto.launch.processes import (
+from stretto.launch.supervise import run_workers
+from stretto.launch.worker_group import (
     SignalWaiter,
-    Worker,
+    WorkerSpec,
     catch_signals,
     read_tail,
     with_parent_death_signal,
 )
-from stretto.launch.supervise import run_workers
 
 
 def rank_environment(
@@ -180,7 +180,7 @@ def _require_command(command: Sequence[str]) -> None:
 
 def _workers(
     lab: RunningLab, command: Sequence[str], *, logs: Path, store_port: int
-) -> list[Worker]:
+) -> list[WorkerSpec]:
     spec = lab.spec
     cores = sorted(os.sched_getaffinity(0))
     defaults = {
@@ -190,7 +190,7 @@ def _workers(
     }
     unset = {name: value for name, value in defaults.items() if name not in os.environ}
     return [
-        Worker(
+        WorkerSpec(
             rank=rank,
             argv=lab.command_in(
                 host_of(spec, rank), [*_pin_command(cores_of(spec, rank, cores)), *command]

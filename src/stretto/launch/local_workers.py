@@ -1,4 +1,7 @@
-"""Run workers on this machine: the launcher serves the store, starts the ranks and watches them."""
+"""The ranks of ``stretto train --workers N``: their store, commands and environments.
+
+`stretto.launch.supervise` starts and watches them.
+"""
 
 import os
 import sys
@@ -11,8 +14,8 @@ from stretto.cluster.heartbeats import read_failure_report
 from stretto.cluster.store import serve_store
 from stretto.errors import ConfigError
 from stretto.launch.process_setup import LAUNCHER_NAME, PARENT_PID_VARIABLE
-from stretto.launch.processes import LaunchOutcome, Worker
 from stretto.launch.supervise import run_workers
+from stretto.launch.worker_group import LaunchOutcome, WorkerSpec
 from stretto.launch.worker_output import ConsoleStreams
 
 LIVE_PROGRESS_ROWS = 6
@@ -38,7 +41,7 @@ def run_local_workers(
     argv = [sys.executable, "-m", "stretto", *arguments]
     shows_live_progress = _shows_live_progress(sys.stderr)
     specs = [
-        Worker(
+        WorkerSpec(
             rank,
             argv,
             _environment(rank, workers, store_server.port),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stretto.errors import STOPPED_EXIT_CODE
-from stretto.launch.processes import LaunchOutcome
+from stretto.launch.worker_group import LaunchOutcome
 from stretto.telemetry.event_text import ranks_text, strip_unprintable
 
 if TYPE_CHECKING:  # it imports torch, which the launcher of a lab does not need

@@ -8,14 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stretto.errors import STOPPED_EXIT_CODE, LaunchError
-from stretto.launch.processes import (
-    LaunchOutcome,
-    SignalWaiter,
-    Worker,
-    WorkerGroup,
-    catch_signals,
-    read_tail,
-)
 from stretto.launch.root_cause import (
     append_log_tail,
     failure_outcome,
@@ -25,6 +17,14 @@ from stretto.launch.root_cause import (
     outcome_after_signal,
     outcome_without_failure,
     signal_name,
+)
+from stretto.launch.worker_group import (
+    LaunchOutcome,
+    SignalWaiter,
+    WorkerGroup,
+    WorkerSpec,
+    catch_signals,
+    read_tail,
 )
 from stretto.launch.worker_output import ConsoleStreams, WorkerOutput
 
@@ -51,7 +51,7 @@ DEFAULT_TIMEOUTS = LauncherTimeouts()
 
 
 def run_workers(
-    workers: Sequence[Worker],
+    workers: Sequence[WorkerSpec],
     *,
     log_line: Callable[[str], None],
     timeouts: LauncherTimeouts = DEFAULT_TIMEOUTS,
@@ -100,7 +100,7 @@ def run_workers(
     return _append_log_tail(outcome, by_rank)
 
 
-def _require_programs(workers: Sequence[Worker], log_line: Callable[[str], None]) -> None:
+def _require_programs(workers: Sequence[WorkerSpec], log_line: Callable[[str], None]) -> None:
     for worker in workers:
         if shutil.which(worker.argv[0]) is None:
             raise LaunchError(
@@ -118,7 +118,7 @@ def _no_failure_report() -> None:
 @dataclass(frozen=True, slots=True)
 class _Supervisor:
     worker_group: WorkerGroup
-    workers: Mapping[int, Worker]
+    workers: Mapping[int, WorkerSpec]
     timeouts: LauncherTimeouts
     say: Callable[[str], None]
     failure_report: "Callable[[], FailureReport | None]"
@@ -211,7 +211,7 @@ class _Supervisor:
             self.say(line)
 
 
-def _append_log_tail(outcome: LaunchOutcome, workers: Mapping[int, Worker]) -> LaunchOutcome:
+def _append_log_tail(outcome: LaunchOutcome, workers: Mapping[int, WorkerSpec]) -> LaunchOutcome:
     """Add the end of the failed worker's log; all workers have ended, so the log is complete."""
     if outcome.failed_rank is None:
         return outcome

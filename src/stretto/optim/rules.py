@@ -250,24 +250,24 @@ def merge_push_sum_(
 
 # --- outer rules: where the next round of local steps begins ---
 #
-# A round of local steps begins at ``start_values``. The ``pseudo_gradient``, g below, is
+# A round of local steps begins at ``start_values``. The ``outer_gradient``, g below, is
 # ``start_values`` minus the mean of the values at the end of the round, over all workers or a pair.
 # It has the sign of a gradient. Every rule overwrites ``start_values``, x below, with the values at
 # which the next round begins.
 
 
-def outer_average_(start_values: Tensors, pseudo_gradient: Tensors) -> None:
+def outer_average_(start_values: Tensors, outer_gradient: Tensors) -> None:
     """Begin the next round at the mean: x = x - g.
 
     Local SGD, and post-local SGD after its switch point (Lin et al., 2018, arXiv:1808.07217).
     """
-    torch._foreach_sub_(start_values, pseudo_gradient)
+    torch._foreach_sub_(start_values, outer_gradient)
 
 
 def outer_slowmo_(
     start_values: Tensors,
     momenta: Tensors,
-    pseudo_gradient: Tensors,
+    outer_gradient: Tensors,
     *,
     lr: float,
     alpha: float,
@@ -280,25 +280,25 @@ def outer_slowmo_(
     """
     torch._foreach_mul_(momenta, beta)
     if not lr:
-        torch._foreach_add_(start_values, pseudo_gradient, alpha=-alpha)
+        torch._foreach_add_(start_values, outer_gradient, alpha=-alpha)
         return
-    torch._foreach_add_(momenta, pseudo_gradient, alpha=1 / lr)
+    torch._foreach_add_(momenta, outer_gradient, alpha=1 / lr)
     torch._foreach_add_(start_values, momenta, alpha=-alpha * lr)
 
 
 def outer_nesterov_(
-    start_values: Tensors, momenta: Tensors, pseudo_gradient: Tensors, *, lr: float, momentum: float
+    start_values: Tensors, momenta: Tensors, outer_gradient: Tensors, *, lr: float, momentum: float
 ) -> None:
     """Step with Nesterov momentum: m = momentum m + g, x = x - lr (g + momentum m).
 
     DiLoCo (Douillard et al., 2023, arXiv:2311.08105). ``lr`` is the outer rate, ``momenta`` are m.
     """
     constants = Momentum(momentum, nesterov=momentum > 0)
-    momentum_step_(start_values, momenta, pseudo_gradient, lr, constants)
+    momentum_step_(start_values, momenta, outer_gradient, lr, constants)
 
 
 def outer_noloco_(
-    start_values: Tensors, momenta: Tensors, pseudo_gradient: Tensors, *, lr: float, momentum: float
+    start_values: Tensors, momenta: Tensors, outer_gradient: Tensors, *, lr: float, momentum: float
 ) -> None:
     """Step towards the mean of a pair of workers: m = momentum m - lr g, x = x + m.
 
@@ -308,5 +308,5 @@ def outer_noloco_(
     need to be sent. ``momenta`` are m.
     """
     torch._foreach_mul_(momenta, momentum)
-    torch._foreach_add_(momenta, pseudo_gradient, alpha=-lr)
+    torch._foreach_add_(momenta, outer_gradient, alpha=-lr)
     torch._foreach_add_(start_values, momenta)

@@ -48,8 +48,9 @@ def summary_line(planned: PlanningResult) -> str:
     greedy = f"; {gain:.1%} faster than without the solver" if gain > 5e-4 else ""
     barrier = "; all gradients are there before the update" if planned.plan.barrier else ""
     return (
-        f"a step takes {format_s(planned.step_s)}, {planned.gap:.1%} more than the bound of any "
-        f"plan ({format_s(planned.bound_s)}){greedy}{barrier}; a rank keeps "
+        f"a step takes {format_s(planned.step_s)}; no plan can take less than "
+        f"{format_s(planned.bound_s)}, and this one takes {planned.gap:.1%} more"
+        f"{greedy}{barrier}; a rank keeps "
         f"{format_bytes(planned.peak_bytes)} of {format_bytes(planned.memory_limit)}"
     )
 

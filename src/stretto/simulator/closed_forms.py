@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from stretto.collectives.schedule import Schedule
 from stretto.simulator.cluster import Cluster
-from stretto.simulator.engine import run_task_by_task
+from stretto.simulator.event_engine import run_task_by_task
 from stretto.simulator.expanded_schedule import ExpandedSchedule, expand, program_symmetry
-from stretto.simulator.resource_costs import dependency_edges
+from stretto.simulator.message_costs import dependency_edges
 from stretto.simulator.tasks import DependencyTracker, Ints, Tasks
 
 _WIDE = 64

@@ -11,7 +11,7 @@ from functools import cache
 
 from stretto.cluster.world import Mesh
 from stretto.simulator.cluster import Cluster
-from stretto.simulator.resource_costs import CORES, LINK, THREAD
+from stretto.simulator.message_costs import CORES, LINK, THREAD
 from stretto.simulator.step_timeline import Exchange, MessageFlow, StepTimeline, TrafficModel
 from stretto.topology import Topology
 

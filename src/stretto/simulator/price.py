@@ -3,7 +3,7 @@
 On every rank and lane, rounds run one after another. A round starts when its predecessors are done.
 All its messages are in flight at once; each starts when both its ends are ready. Then the received
 data is added, and the round is done. Messages share links, cores and their ranks' threads fairly
-(`stretto.simulator.engine`).
+(`stretto.simulator.event_engine`).
 
 Long runs of equal rounds are shortened: a ring of 10,000 ranks repeats one round 9,999 times. After
 some of them every round takes the same time, which is then used for the rounds left out. The price
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from stretto.collectives.schedule import Schedule
 from stretto.errors import ConfigError
 from stretto.simulator.cluster import Cluster
-from stretto.simulator.engine import run
+from stretto.simulator.event_engine import run
 from stretto.simulator.expanded_schedule import (
     ExpandedMessages,
     ExpandedRounds,
@@ -29,7 +29,7 @@ from stretto.simulator.expanded_schedule import (
     expand,
     host_symmetry,
 )
-from stretto.simulator.resource_costs import (
+from stretto.simulator.message_costs import (
     CORES,
     ELEMENT_BYTES,
     INSIDE,

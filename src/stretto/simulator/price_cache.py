@@ -19,8 +19,8 @@ from stretto.collectives.schedule import Action, Schedule, chunk_bounds, rounds
 from stretto.errors import StrettoError
 from stretto.simulator.closed_forms import serial_steps
 from stretto.simulator.cluster import Cluster
+from stretto.simulator.message_costs import ELEMENT_BYTES
 from stretto.simulator.price import CollectivePrice, price
-from stretto.simulator.resource_costs import ELEMENT_BYTES
 from stretto.simulator.tasks import Floats, Ints, sum_by_index
 
 _RANK = 0

@@ -16,6 +16,7 @@ from stretto.collectives.algorithm_table import AlgorithmChoice, AlgorithmTable
 from stretto.collectives.schedule import pipeline_tensor
 from stretto.simulator.algorithm_choice import BACK_TO_BACK
 from stretto.simulator.cluster import Cluster
+from stretto.simulator.message_costs import CORES, INSIDE, LATENCY, LINK, THREAD
 from stretto.simulator.peer_exchanges import (
     LINK_OUT,
     ChoosePeer,
@@ -27,7 +28,6 @@ from stretto.simulator.peer_exchanges import (
     traffic_of_representative,
 )
 from stretto.simulator.price import price
-from stretto.simulator.resource_costs import CORES, INSIDE, LATENCY, LINK, THREAD
 from stretto.simulator.step_timeline import (
     Exchange,
     MessageFlow,

@@ -7,10 +7,10 @@ only once the message has arrived. Strategies differ in these two positions. For
 are due before the update. A gossip segment is due before the forward that uses it, or some rounds
 later.
 
-The event engine (`stretto.simulator.engine`) runs every simulated rank through several periods. A
-message starts once both ends have reached its issue position and the earlier messages on their
-lanes are done. It shares links and cores with all other messages. A one-sided message starts when
-its source is ready, and only the source waits for it.
+The event engine (`stretto.simulator.event_engine`) runs every simulated rank through several
+periods. A message starts once both ends have reached its issue position and the earlier messages on
+their lanes are done. It shares links and cores with all other messages. A one-sided message starts
+when its source is ready, and only the source waits for it.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from stretto.simulator.engine import run
+from stretto.simulator.event_engine import run
 from stretto.simulator.tasks import Job, tasks_of
 
 

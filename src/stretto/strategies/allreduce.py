@@ -173,7 +173,7 @@ class AllReduce:
         self._buckets: list[Bucket] = []
         self._frozen: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
-        self._weights: GradientScaling = NoScaling()
+        self._gradient_scaling: GradientScaling = NoScaling()
         self._reducer: Reducer | None = None
         self._optimizer: Optimizer | None = None
         self._step = 0
@@ -191,7 +191,7 @@ class AllReduce:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         if self._weigh_samples:
-            self._weights = SampleCountScaling(model)
+            self._gradient_scaling = SampleCountScaling(model)
         ordered = [p for _, p in parameters_in_backward_order(model)]
         wire = parse_wire(self._config.wire)
         for count in resolve_bucket_lengths(self._config, model):
@@ -202,7 +202,11 @@ class AllReduce:
             self._buckets, table, wire, self._executor, self._transport
         )
         self._reducer = Reducer(
-            self._buckets, self._bucket_reducers, self._transport, self._weights, self._recorder
+            self._buckets,
+            self._bucket_reducers,
+            self._transport,
+            self._gradient_scaling,
+            self._recorder,
         )
         for index, bucket in enumerate(self._buckets):
             self._hook(bucket, index, self._reducer)
@@ -213,7 +217,7 @@ class AllReduce:
         """Record whether the next backward completes the step's gradients."""
         self._step = step
         self._ends_step = last_micro
-        self._weights.begin()
+        self._gradient_scaling.begin()
         if any(p.requires_grad for p in self._frozen):
             raise StrettoError(
                 "a parameter that was frozen when the model was distributed is to be trained now: "

@@ -38,7 +38,7 @@ class FragmentExchange(Protocol):
         """Wait for all messages; the parameters do not change."""
         ...
 
-    def pseudo_gradient(self, start: Tensor) -> Tensor:
+    def outer_gradient(self, start: Tensor) -> Tensor:
         """Return ``start`` minus the peers' mean, as a new tensor; call it after `wait`."""
         ...
 
@@ -83,7 +83,7 @@ class AllReduceExchange:
         """Wait for the all-reduce."""
         self._work.wait()
 
-    def pseudo_gradient(self, start: Tensor) -> Tensor:
+    def outer_gradient(self, start: Tensor) -> Tensor:
         """Return the mean difference; it has the same bits on all ranks."""
         return self.buffer.to(start.dtype) / self._bound.schedule.size
 
@@ -115,7 +115,7 @@ class PairExchange:
     def wait(self) -> None:
         """Do nothing: `start_round` has waited."""
 
-    def pseudo_gradient(self, start: Tensor) -> Tensor:
+    def outer_gradient(self, start: Tensor) -> Tensor:
         """Return ``start`` minus the pair's mean."""
         return start - self.buffer
 
@@ -145,12 +145,12 @@ class Fragment:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        due_index: int,
+        fragment_turn: int,
         outer: OuterOptimizer,
         exchange: FragmentExchange,
     ) -> None:
         self.parameters = list(parameters)
-        self.due_index = due_index
+        self.fragment_turn = fragment_turn
         self.sent_step: int | None = None
         """The step after which the fragment was sent; None if it is not in flight."""
         self._values = [parameter.detach() for parameter in parameters]
@@ -187,8 +187,8 @@ class Fragment:
         With ``mix`` below 1 they move only that fraction of the way from their current values.
         """
         self._exchange.wait()
-        pseudo_gradient = self._exchange.pseudo_gradient(self._start)
-        self._outer.rule([self._start], self._momenta, [pseudo_gradient], lr)
+        outer_gradient = self._exchange.outer_gradient(self._start)
+        self._outer.rule([self._start], self._momenta, [outer_gradient], lr)
         self._write_values(
             self._start if mix == 1 else self._current_values().lerp_(self._start, mix)
         )

@@ -84,12 +84,12 @@ class LocalUpdates(LocalModelStrategy):
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._local_parameters = LocalParameters([p for _, p in self._named])
         parts = [[p for _, p in named] for _, named in cut]
-        due_indices = [due_index for due_index, _ in cut]
+        fragment_turns = [fragment_turn for fragment_turn, _ in cut]
         outer = self._config.outer()
         self._fragments = [
-            Fragment(part, due_index, outer, exchange)
-            for part, due_index, exchange in zip(
-                parts, due_indices, self._make_exchanges(parts, due_indices), strict=True
+            Fragment(part, fragment_turn, outer, exchange)
+            for part, fragment_turn, exchange in zip(
+                parts, fragment_turns, self._make_exchanges(parts, fragment_turns), strict=True
             )
         ]
         self._hooks.append(model.register_forward_pre_hook(self._before_forward))
@@ -111,9 +111,9 @@ class LocalUpdates(LocalModelStrategy):
         """Finish the rounds that are due, and send the fragments whose turn it is."""
         started_s = time.monotonic()
         self._finish_due_rounds()
-        due_index = self._config.due_index(self._step)
+        fragment_turn = self._config.fragment_turn(self._step)
         for fragment in self._fragments:
-            if fragment.due_index == due_index:
+            if fragment.fragment_turn == fragment_turn:
                 fragment.start_round(self._step, self._step // self._config.every)
         self._finish_due_rounds()
         self._waited_s += time.monotonic() - started_s
@@ -166,15 +166,15 @@ class LocalUpdates(LocalModelStrategy):
             fragment.load(select_part(state, f"fragment-{index}"))
 
     def _make_exchanges(
-        self, parts: Sequence[Sequence[nn.Parameter]], due_indices: Sequence[int]
+        self, parts: Sequence[Sequence[nn.Parameter]], fragment_turns: Sequence[int]
     ) -> list[FragmentExchange]:
         """Return the exchange of each fragment (collective: ranks prepare schedules together)."""
         config, transport = self._config, self._transport
         if isinstance(config, NoLoCoConfig):
             build_topology = config.build_topology()
             return [
-                PairExchange(transport, build_topology, new_flat_buffer(part), due_index)
-                for part, due_index in zip(parts, due_indices, strict=True)
+                PairExchange(transport, build_topology, new_flat_buffer(part), fragment_turn)
+                for part, fragment_turn in zip(parts, fragment_turns, strict=True)
             ]
         assert isinstance(config, AveragedConfig)
         buffers = [new_flat_buffer(part, WIRE_DTYPES[config.wire]) for part in parts]

@@ -60,8 +60,8 @@ class LocalConfig(Config):
         """Return how a round is streamed; by default whole and without delay."""
         return Streaming()
 
-    def due_index(self, step: int) -> int | None:
-        """Return the due index of the fragments to send after ``step``, or None.
+    def fragment_turn(self, step: int) -> int | None:
+        """Return which fragments are sent after ``step``: those of this turn; None for none.
 
         It depends on the step only, so that ranks agree after skipped steps and resumed runs.
         """
@@ -83,7 +83,7 @@ class AveragedConfig(LocalConfig):
     def outer(self) -> OuterOptimizer:
         """Return plain averaging: ranks continue from their mean."""
         return OuterOptimizer(
-            lambda starts, _, pseudo_gradient, _lr: outer_average_(starts, pseudo_gradient),
+            lambda starts, _, outer_gradient, _lr: outer_average_(starts, outer_gradient),
             has_momentum=False,
         )
 
@@ -125,9 +125,9 @@ class PostLocalConfig(AveragedConfig):
     from_step: int = Field(default=0, ge=0)
     """Number of steps in the first phase, which averages after every step; 0 is local_sgd."""
 
-    def due_index(self, step: int) -> int | None:
+    def fragment_turn(self, step: int) -> int | None:
         """Return 0 for every step before ``from_step``, then as in local_sgd."""
-        return 0 if step < self.from_step else super().due_index(step)
+        return 0 if step < self.from_step else super().fragment_turn(step)
 
 
 class SlowMoConfig(AveragedConfig):
@@ -149,8 +149,8 @@ class SlowMoConfig(AveragedConfig):
         """Return SlowMo's rule, whose momentum is in units of the steps' learning rate."""
         alpha, beta = self.alpha, self.beta
         return OuterOptimizer(
-            lambda s, u, pseudo_gradient, lr: outer_slowmo_(
-                s, u, pseudo_gradient, lr=lr, alpha=alpha, beta=beta
+            lambda s, u, outer_gradient, lr: outer_slowmo_(
+                s, u, outer_gradient, lr=lr, alpha=alpha, beta=beta
             )
         )
 
@@ -181,8 +181,8 @@ class DiLoCoConfig(AveragedConfig):
         """Return SGD with Nesterov momentum."""
         lr, momentum = self.outer_lr, self.outer_momentum
         return OuterOptimizer(
-            lambda s, m, pseudo_gradient, _: outer_nesterov_(
-                s, m, pseudo_gradient, lr=lr, momentum=momentum
+            lambda s, m, outer_gradient, _: outer_nesterov_(
+                s, m, outer_gradient, lr=lr, momentum=momentum
             )
         )
 
@@ -230,8 +230,8 @@ class NoLoCoConfig(LocalConfig):
         """Return NoLoCo's rule: follow the pair's mean with momentum."""
         lr, momentum = self.outer_lr, self.outer_momentum
         return OuterOptimizer(
-            lambda s, m, pseudo_gradient, _: outer_noloco_(
-                s, m, pseudo_gradient, lr=lr, momentum=momentum
+            lambda s, m, outer_gradient, _: outer_noloco_(
+                s, m, outer_gradient, lr=lr, momentum=momentum
             )
         )
 

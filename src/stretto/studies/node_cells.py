@@ -13,7 +13,7 @@ from typing import Any
 
 from stretto.bench.peers import NO_COMMUNICATION, NO_PEERS
 from stretto.errors import ConfigError, LaunchError
-from stretto.launch.processes import with_parent_death_signal
+from stretto.launch.worker_group import with_parent_death_signal
 from stretto.renamed import with_new_settings
 from stretto.telemetry.sinks import write_atomically
 

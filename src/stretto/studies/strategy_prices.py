@@ -23,8 +23,8 @@ from stretto.planner.timing import time_plan
 from stretto.run import RunConfig
 from stretto.simulator.algorithm_choice import DEFAULT_PRESET, choose_isolated_table, choose_table
 from stretto.simulator.cluster import preset
+from stretto.simulator.message_costs import LATENCY, LINK
 from stretto.simulator.peer_exchanges import pattern_of_topology
-from stretto.simulator.resource_costs import LATENCY, LINK
 from stretto.simulator.step_price import (
     StepPrice,
     price_exchanges_by_all_reduce,
@@ -133,10 +133,10 @@ def _averaging_timeline(
     first = every * -(-before // every)
     exchanges = []
     for step in range(every):
-        due_index = strategy.due_index(first + step)
+        fragment_turn = strategy.fragment_turn(first + step)
         issue_s = step * timeline.step_s + timeline.forward_start_s
         for part, named_parameters in fragments:
-            if part == due_index:
+            if part == fragment_turn:
                 num_bytes = new_flat_buffer([p for _, p in named_parameters], wire).nbytes
                 due_s = issue_s + delay * timeline.step_s
                 exchanges.append(Exchange(num_bytes, issue_s, due_s, number=part))

@@ -12,9 +12,9 @@ from stretto.telemetry.events import (
     Event,
     RunEnded,
     RunStarted,
-    Scaling,
     StepDone,
     StepSkipped,
+    ThroughputFactors,
 )
 from stretto.units import format_bytes, format_s
 
@@ -103,7 +103,7 @@ def skipped_step_text(event: StepSkipped) -> str:
     return f"step {event.step}, {strip_unprintable(event.reason)}"
 
 
-def scaling_text(event: Scaling) -> str:
+def format_throughput_factors(event: ThroughputFactors) -> str:
     """Return the throughput as a product: one worker's rate x workers x efficiency."""
     workers = count_text(event.workers, "worker")
     return f"{event.one_worker:,.0f} x {workers} x {event.efficiency:.1%}"
@@ -138,7 +138,7 @@ def _run_started_text(event: RunStarted) -> str:
 
 
 def _run_ended_text(event: RunEnded) -> str:
-    throughput = "" if event.scaling is None else f" = {scaling_text(event.scaling)}"
+    throughput = "" if event.scaling is None else f" = {format_throughput_factors(event.scaling)}"
     stopped = f" | {strip_unprintable(event.stopped)}" if event.stopped else ""
     return (
         f"ended after {count_text(event.step, 'step')} in {duration_text(event.seconds)} | "

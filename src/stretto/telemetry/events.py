@@ -101,7 +101,7 @@ class DataRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
+class ThroughputFactors:
     """The factors of a run's throughput: T = S x N x e."""
 
     one_worker: float
@@ -122,7 +122,7 @@ class RunEnded:
     accuracy: float | None
     samples_per_s: float
     """T, over the time of the training steps only."""
-    scaling: Scaling | None = None
+    scaling: ThroughputFactors | None = None
     """The factors of T; None where no step was measured."""
     stopped: str = ""
     """Why the run ended before its last step; empty when it finished."""

@@ -4,7 +4,7 @@
 
     batches               next global batch, this rank's samples of it      (data wait)
     consensus.begin       samples read, stop requested?                     (hidden behind forward)
-    accumulate            strategy.begin, forward, backward per micro-batch
+    forward_backward      strategy.begin, forward, backward per micro-batch
     sync_gradients        all losses finite? strategy.after_backward        (exposed communication)
     update                optimizer step; or the step is skipped
     after_update          the strategy makes parameters agree
@@ -23,7 +23,7 @@ from stretto.train.finite_check import FiniteCheck, make_consensus_and_check
 from stretto.train.meter import StepMeter
 from stretto.train.run_parts import RunParts
 from stretto.train.state import save_state
-from stretto.train.step import accumulate, update
+from stretto.train.step import forward_backward, update
 from stretto.train.step_consensus import AnyConsensus, ControlPlane
 
 
@@ -89,7 +89,7 @@ def _run_step(
     """Run one step; skip its update if it is not finite."""
     with meter.step(batch):
         finite_check.save_rollback_state()
-        loss = accumulate(parts, step, batch, parts.rate_at(step), consensus)
+        loss = forward_backward(parts, step, batch, parts.rate_at(step), consensus)
         with meter.time_communication():
             sync_result = finite_check.sync_gradients(step)
         if sync_result is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.comm.transport import Work
 from stretto.data.loader import LoadedSamples
 from stretto.strategies import StepGradients
-from stretto.telemetry.events import EvalDone, RunEnded, Scaling, StepDone
+from stretto.telemetry.events import EvalDone, RunEnded, StepDone, ThroughputFactors
 from stretto.telemetry.timeline import Span
 from stretto.train.run_parts import RunParts
 
@@ -139,7 +139,7 @@ class StepMeter:
             loss=result.loss if result else self._last_loss,
             accuracy=result.accuracy if result else None,
             samples_per_s=self._trained_samples / self._trained_s if self._trained_s else 0.0,
-            scaling=self._scaling(),
+            scaling=self._throughput_factors(),
             stopped=stopped,
             again=again,
         )
@@ -153,13 +153,16 @@ class StepMeter:
         self._pace_start_s = time.monotonic()
         self._reset()
 
-    def _scaling(self) -> Scaling | None:
-        """Return the factors of the throughput; all ranks compute at the same time."""
+    def _throughput_factors(self) -> ThroughputFactors | None:
+        """Return S, N and the efficiency e, whose product is the throughput.
+
+        The efficiency is the share of the time in which ranks compute.
+        """
         workers = self._parts.transport.size
         if not self._trained_samples or not self._computed_s:
             return None
         one_worker = self._trained_samples / workers / self._computed_s
-        return Scaling(one_worker, workers, self._computed_s / self._trained_s)
+        return ThroughputFactors(one_worker, workers, self._computed_s / self._trained_s)
 
     def _reset(self) -> None:
         self._loss = self._consensus_distance = None

@@ -36,7 +36,7 @@ def iterate_rank_samples(parts: RunParts, first_step: int) -> Iterator[RankSampl
         )
 
 
-def accumulate(
+def forward_backward(
     parts: RunParts, step: int, batch: LoadedSamples, lr: float, consensus: AnyConsensus
 ) -> Tensor:
     """Run forward and backward over this rank's samples; return the sum of its losses.

@@ -48,8 +48,8 @@ class FragmentAveraging:
         self._config, self._stack, self._optimizer = config, stack, optimizer
         cut = cut_fragments(model, config.streaming().fragments)
         self._fragments = [
-            _Fragment(due_index, [stack.values[name] for name, _ in named])
-            for due_index, named in cut
+            _Fragment(fragment_turn, [stack.values[name] for name, _ in named])
+            for fragment_turn, named in cut
         ]
 
     def before_update(self) -> None:
@@ -59,9 +59,9 @@ class FragmentAveraging:
     def after_update(self, step: int, lr: float) -> None:
         """Complete the rounds that end with ``step``, then start a round of the fragments due."""
         self._complete_rounds(step, lr)
-        due_index = self._config.due_index(step)
+        fragment_turn = self._config.fragment_turn(step)
         for fragment in self._fragments:
-            if fragment.due_index == due_index:
+            if fragment.fragment_turn == fragment_turn:
                 fragment.send(step, self._outer_gradient(fragment, step // self._config.every))
         self._complete_rounds(step, lr)
 
@@ -78,9 +78,9 @@ class FragmentAveraging:
             self._config.build_topology(),
             self._stack.num_replicas,
             round_number,
-            fragment.due_index,
+            fragment.fragment_turn,
         )
-        pseudo_gradient = []
+        outer_gradient = []
         for start, now in fragment.start_and_current():
             self_weight, weights = (
                 torch.as_tensor(a).to(now) for a in (found.self_weight, found.weights)
@@ -88,15 +88,15 @@ class FragmentAveraging:
             mean = now * unsqueeze_like(self_weight, now)
             for column, weight in zip(found.who.T, weights.unbind(1), strict=True):
                 mean += now[column] * unsqueeze_like(weight, now)
-            pseudo_gradient.append(start - mean)
-        return pseudo_gradient
+            outer_gradient.append(start - mean)
+        return outer_gradient
 
     def _complete_rounds(self, step: int, lr: float) -> None:
         streaming, outer = self._config.streaming(), self._config.outer()
         for fragment in self._fragments:
             if fragment.sent_step is None or step - fragment.sent_step < streaming.delay:
                 continue
-            outer.rule(fragment.starts, fragment.momenta, fragment.pseudo_gradient, lr)
+            outer.rule(fragment.starts, fragment.momenta, fragment.outer_gradient, lr)
             fragment.start_round(streaming.mix)
             if self._config.reset_momentum:
                 self._zero_momentum(fragment)
@@ -111,29 +111,29 @@ class FragmentAveraging:
 class _Fragment:
     """One fragment of all replicas: parameters at the start of its round, and a round in flight."""
 
-    def __init__(self, due_index: int, values: list[nn.Parameter]) -> None:
-        self.due_index, self.values = due_index, values
+    def __init__(self, fragment_turn: int, values: list[nn.Parameter]) -> None:
+        self.fragment_turn, self.values = fragment_turn, values
         self.starts = [
             v.detach().to(torch.promote_types(v.dtype, torch.float32), copy=True) for v in values
         ]
         self.momenta = [torch.zeros_like(start) for start in self.starts]
         self.sent_step: int | None = None
-        self.pseudo_gradient: list[Tensor] = []
+        self.outer_gradient: list[Tensor] = []
 
     def start_and_current(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of parameters: at the start of the round, and now."""
         now = [v.detach().to(s.dtype) for v, s in zip(self.values, self.starts, strict=True)]
         return list(zip(self.starts, now, strict=True))
 
-    def send(self, step: int, pseudo_gradient: list[Tensor]) -> None:
-        """Put ``pseudo_gradient``, computed after ``step``, in flight."""
-        self.sent_step, self.pseudo_gradient = step, pseudo_gradient
+    def send(self, step: int, outer_gradient: list[Tensor]) -> None:
+        """Put ``outer_gradient``, computed after ``step``, in flight."""
+        self.sent_step, self.outer_gradient = step, outer_gradient
 
     def start_round(self, mix: float) -> None:
         """Move the parameters by the share ``mix`` towards the new start; clear the round."""
         for value, (start, now) in zip(self.values, self.start_and_current(), strict=True):
             value.copy_(start if mix == 1 else now.lerp(start, mix))
-        self.sent_step, self.pseudo_gradient = None, []
+        self.sent_step, self.outer_gradient = None, []
 
 
 class Averaging(Protocol):

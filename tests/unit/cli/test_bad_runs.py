@@ -5,7 +5,7 @@ import fcntl
 import pytest
 
 from stretto.cli.main import main
-from stretto.launch.processes import LaunchOutcome
+from stretto.launch.worker_group import LaunchOutcome
 
 TEXT = "to be or not to be " * 400
 

@@ -10,7 +10,7 @@ from stretto.cluster.store import connect_store
 from stretto.cluster.world import StoreAddress
 from stretto.errors import ConfigError
 from stretto.launch import local_workers as local
-from stretto.launch.processes import LaunchOutcome
+from stretto.launch.worker_group import LaunchOutcome
 from stretto.launch.worker_output import ConsoleStreams, WorkerOutput
 from stretto.telemetry.events import CheckpointSaved, DataRead, EvalDone, RunStarted, StepDone
 from stretto.telemetry.live import LiveProgress

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from stretto.collectives.algorithm_table import parse_table
+from stretto.simulator.message_costs import CORES, INSIDE, LATENCY, LINK
 from stretto.simulator.peer_exchanges import pattern_of_topology
 from stretto.simulator.price import price
-from stretto.simulator.resource_costs import CORES, INSIDE, LATENCY, LINK
 from stretto.simulator.step_price import (
     AllReduceCosts,
     price_exchanges_by_all_reduce,

@@ -12,9 +12,9 @@ from stretto.telemetry.events import (
     EvalDone,
     RunEnded,
     RunStarted,
-    Scaling,
     StepDone,
     StepSkipped,
+    ThroughputFactors,
 )
 
 events = st.one_of([st.from_type(kind) for kind in EVENTS.values()])
@@ -72,7 +72,7 @@ def test_an_evaluation_without_accuracy_does_not_mention_it():
 
 
 def test_the_last_line_has_the_measured_scaling():
-    line = event_line(RunEnded(9, 1.0, 0.1, None, 990.0, Scaling(330.0, 4, 0.75)))
+    line = event_line(RunEnded(9, 1.0, 0.1, None, 990.0, ThroughputFactors(330.0, 4, 0.75)))
     assert "990 samples/s = 330 x 4 workers x 75.0%" in line
 
 

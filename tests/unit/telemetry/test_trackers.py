@@ -21,8 +21,8 @@ from stretto.telemetry.events import (
     EvalDone,
     RunEnded,
     RunStarted,
-    Scaling,
     StepDone,
+    ThroughputFactors,
 )
 from stretto.telemetry.tracker_backends import flatten_settings, scalars
 from stretto.telemetry.trackers import (
@@ -35,7 +35,7 @@ from stretto.telemetry.trackers import (
 SETTINGS = {"run.seed": 7, "optim.lr": 0.1, "strategy.bucket_lengths": [2, 3], "run.threads": None}
 STARTED = RunStarted("r", 2, 1, "allreduce", 4, "cnn", 10, 1)
 EVAL = EvalDone(2, 0, 0.5, 0.75)
-ENDED = RunEnded(4, 9.0, 0.25, 0.875, 100.0, Scaling(30.0, 4, 0.75))
+ENDED = RunEnded(4, 9.0, 0.25, 0.875, 100.0, ThroughputFactors(30.0, 4, 0.75))
 
 TRACKER_VARIABLES = {name for tracker in TRACKERS.values() for name in tracker.environment}
 

@@ -130,11 +130,11 @@ class Gossip(LocalModelStrategy):
             self._config, self._mixers, self._transport, self._executor
         )
         self._cleanup.callback(self._consensus.close)
-        process = self._send_gradients if self._config.mixes_gradients else self._process_segment
+        mixes_gradients = self._config.mixes_gradients
         self._segment_queue = SegmentQueue(
             [len(segment) for segment in self._segments],
-            lambda index: self._gradients[index].start(),
-            process,
+            sum_in_group=lambda index: self._gradients[index].start(),
+            update_and_send=self._send_gradients if mixes_gradients else self._update_and_send,
         )
         self._hook_backward()
         self._segments_without_hook = self._hook_forward(model)
@@ -318,7 +318,7 @@ class Gossip(LocalModelStrategy):
         if torch.is_grad_enabled():
             self._local_parameters.restore()
 
-    def _process_segment(self, index: int) -> None:
+    def _update_and_send(self, index: int) -> None:
         """Update one segment, unless the step is skipped, and send it.
 
         If all ranks skip the step, no rank sends.
@@ -366,9 +366,11 @@ class Gossip(LocalModelStrategy):
         self._gradients[index].install()
 
     def _start_round(self, index: int) -> None:
-        """Send a segment in this step's round, if there is one.
+        """Send a segment in this step's round, if there is one, after what ``delay`` makes due.
 
-        An exact average replaces a round that mixes parameters, but not one that mixes gradients.
+        With a delay, earlier rounds of the segment are received and applied first, so that at most
+        ``delay`` of them travel. An exact average replaces a round that mixes parameters, but not
+        one that mixes gradients.
         """
         replaced = self._consensus.due and not self._config.mixes_gradients
         if replaced or (self._step + 1) % self._config.every:

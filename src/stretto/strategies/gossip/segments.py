@@ -116,17 +116,21 @@ def _balanced(sizes: Sequence[int], count: int) -> list[object]:
 
 
 class SegmentQueue:
-    """Starts and processes segments in a fixed order as their gradients arrive.
+    """Counts the gradients of segments and calls two functions for each segment, in a fixed order.
 
-    A segment is started once all gradients of it and of the segments before it have arrived. It is
-    processed once its started work has finished. Timing never changes the order of either.
+    ``sum_in_group`` is called once all gradients of the segment and of those before it have
+    arrived; it starts the sum inside the rank's group. ``update_and_send`` is called once that sum
+    has finished. Timing never changes the order of either.
     """
 
     def __init__(
-        self, counts: Sequence[int], start: Callable[[int], Work], process: Callable[[int], None]
+        self,
+        counts: Sequence[int],
+        sum_in_group: Callable[[int], Work],
+        update_and_send: Callable[[int], None],
     ) -> None:
         self._gradient_counts = counts
-        self._start, self._process = start, process
+        self._sum_in_group, self._update_and_send = sum_in_group, update_and_send
         self.begin()
 
     def begin(self) -> None:
@@ -164,11 +168,11 @@ class SegmentQueue:
 
     def _start_while(self, ready: Callable[[], bool]) -> None:
         while len(self.started) < len(self._missing) and ready():
-            self.started.append(self._start(len(self.started)))
+            self.started.append(self._sum_in_group(len(self.started)))
 
     def _process_next(self) -> None:
         self._num_processed += 1
-        self._process(self._num_processed - 1)
+        self._update_and_send(self._num_processed - 1)
 
 
 def _is_finished(work: Work) -> bool:

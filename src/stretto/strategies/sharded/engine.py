@@ -43,7 +43,7 @@ class Engine:
     ) -> None:
         self.plan, self._slots, self._units = plan, plan.slots, units
         self._collectives, self._updates = collectives, updates
-        self._memory_tracker, self._weights = memory_tracker, weights
+        self._memory_tracker, self._gradient_scaling = memory_tracker, weights
         device = units[0].sharded.flat.device
         self._comm_streams: CommStreams = (
             SideStreams(device) if device.type == "cuda" else InlineStreams()
@@ -171,7 +171,9 @@ class Engine:
     def _copy_gradient(self, unit_state: UnitState, tensor: int) -> None:
         parameter = unit_state.sharded.parameters[tensor]
         if parameter.grad is not None:
-            unit_state.gradient_input.copy_in(tensor, parameter.grad, self._weights.local_weight())
+            unit_state.gradient_input.copy_in(
+                tensor, parameter.grad, self._gradient_scaling.local_weight()
+            )
             parameter.grad = None
 
     def _send_gradients(self, unit: int) -> None:
@@ -376,7 +378,7 @@ class Engine:
         sharded_unit = self._units[unit].sharded
         in_place = sharded_unit.sharding in (Sharding.DP, Sharding.ZERO1)
         copies = self._updates.assign_gradients(
-            unit, block, self._weights.divisor(), copy=not in_place
+            unit, block, self._gradient_scaling.divisor(), copy=not in_place
         )
         self._memory_tracker.add("reduced gradients", sum(copy.nbytes for copy in copies))
         self._copies += copies

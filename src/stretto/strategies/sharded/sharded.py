@@ -57,7 +57,7 @@ class Sharded:
         self._recorder = recorder or Recorder(transport.rank)
         self._executor = CollectiveExecutor(transport, free_idle_buffers=True)
         self._weigh_samples = weigh_samples
-        self._weights: GradientScaling = NoScaling()
+        self._gradient_scaling: GradientScaling = NoScaling()
         self._engine: Engine | None = None
         self._hooks: ModuleHooks | None = None
         self._is_consolidated = True
@@ -72,7 +72,7 @@ class Sharded:
         return_freed_memory()
         broadcast_([*model.parameters(), *model.buffers()], self._transport)
         if self._weigh_samples:
-            self._weights = SampleCountScaling(model)
+            self._gradient_scaling = SampleCountScaling(model)
         self._buffers = ModelBuffers(model)
         optimizer = make_optimizer(model.parameters())
         model_info = replace(self.model_info, barrier=self.reads_gradients)
@@ -122,7 +122,7 @@ class Sharded:
                 sharded_model.collectives,
                 sharded_model.updates,
                 sharded_model.memory_tracker,
-                self._weights,
+                self._gradient_scaling,
             )
             self._engine.is_finite = lambda: self.is_finite()
             on_gpu = sharded_model.units[0].sharded.flat.is_cuda
@@ -178,9 +178,9 @@ class Sharded:
         self._close_step()
         if micro == 0:
             self._parameter_owners.check()
-        self._weights.begin()
+        self._gradient_scaling.begin()
         if last_micro:
-            self._weights.start(self._transport)
+            self._gradient_scaling.start(self._transport)
         engine = self._get_engine()
         if engine.message_timeline is not None:
             engine.message_timeline.step = step
@@ -195,7 +195,7 @@ class Sharded:
         if not engine.plan.barrier:
             engine.set_step_finite(is_finite=update)
             return StepGradients(waited_s=waited_s, is_applied=True)
-        self._weights.reset()
+        self._gradient_scaling.reset()
         self._step_is_open = True
         if update:
             self._after_step = self._sharded_model.updates.before_full_step()

@@ -77,7 +77,7 @@ def test_more_fragments_than_parameters_are_refused_before_anything_starts():
 def test_every_parameter_is_in_one_fragment_and_every_turn_has_one():
     for count in range(1, 7):
         cut = cut_fragments(model(), count)
-        assert [due_index for due_index, _ in cut] == list(range(count))
+        assert [fragment_turn for fragment_turn, _ in cut] == list(range(count))
         assert [name for _, named in cut for name, _ in named] == list(
             dict(model().named_parameters())
         )
@@ -87,14 +87,14 @@ def test_types_that_cannot_travel_together_share_a_turn():
     mixed = model()
     mixed[1].double()
     cut = cut_fragments(mixed, 1)
-    assert [(due_index, len(named)) for due_index, named in cut] == [(0, 2), (0, 2), (0, 2)]
+    assert [(fragment_turn, len(named)) for fragment_turn, named in cut] == [(0, 2), (0, 2), (0, 2)]
 
 
 def test_turns_follow_from_the_step():
     config = DiLoCoConfig(every=6, fragments=3, delay=1)
-    assert [config.due_index(step) for step in range(8)] == [None, 0, None, 1, None, 2, None, 0]
+    assert [config.fragment_turn(step) for step in range(8)] == [None, 0, None, 1, None, 2, None, 0]
     later = PostLocalConfig(every=4, from_step=2)
-    assert [later.due_index(step) for step in range(9)] == [
+    assert [later.fragment_turn(step) for step in range(9)] == [
         0,
         0,
         None,

@@ -1,4 +1,7 @@
-"""Turn an expanded schedule into engine tasks: the cost of every message on a cluster."""
+"""The cost of every message of a schedule on a cluster: latency, bytes on links, work of cores.
+
+The result are tasks for the event engine.
+"""
 
 from dataclasses import dataclass
 

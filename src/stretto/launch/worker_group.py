@@ -35,7 +35,7 @@ _IF_PARENT_LIVES = '[ "$PPID" = "$1" ] || exit 143; shift; exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class WorkerSpec:
     """One process to start; ``env`` is added to our own environment."""
 
     rank: int
@@ -134,7 +134,7 @@ class WorkerGroup:
         """The ranks that have not been seen to end."""
         return [rank for rank in self._processes if rank not in self.exit_codes]
 
-    def start(self, worker: Worker) -> None:
+    def start(self, worker: WorkerSpec) -> None:
         """Start a worker; the kernel kills it when this process dies."""
         with self._output.redirect_streams(worker.rank) as (stdout, stderr):
             self._processes[worker.rank] = subprocess.Popen(

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import ScheduleError, StrettoError
-from stretto.simulator import engine
-from stretto.simulator.engine import (
+from stretto.simulator import event_engine
+from stretto.simulator.event_engine import (
     fair_speeds,
     fair_speeds_of_few,
     run,
@@ -91,13 +91,13 @@ def test_a_dependency_cycle_is_an_error(loop):
 
 
 def test_a_simulation_with_too_many_events_is_stopped(monkeypatch):
-    monkeypatch.setattr(engine, "MAX_EVENTS", 5)
+    monkeypatch.setattr(event_engine, "MAX_EVENTS", 5)
     with pytest.raises(StrettoError, match="stopped after 5 events"):
         run(tasks_of([Job("a", 0, "x", 1.0) for _ in range(10)]))
 
 
 def test_many_resources_with_few_working_tasks_use_the_task_loop(monkeypatch):
-    monkeypatch.setattr(engine, "TRIAL_EVENTS", 2)
+    monkeypatch.setattr(event_engine, "TRIAL_EVENTS", 2)
     jobs = [Job("a", r, "x", 1.0 + r, uses={f"link {r}": 1.0}) for r in range(100)]
     assert ends(jobs) == [1.0 + r for r in range(100)]
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launch.processes import Worker, catch_signals, read_tail
 from stretto.launch.supervise import LauncherTimeouts, run_workers
+from stretto.launch.worker_group import WorkerSpec, catch_signals, read_tail
 
 FOREVER = "sleep 300"
 
 
 def sh(script, *, rank=0, log=None, env=None, location=""):
-    return Worker(rank, ["sh", "-c", script], env or {}, log, location)
+    return WorkerSpec(rank, ["sh", "-c", script], env or {}, log, location)
 
 
 def run(*workers, said=None, grace_s=5.0):
@@ -114,7 +114,7 @@ def test_child_processes_of_a_worker_are_killed_with_its_group(tmp_path):
 
 def test_a_program_that_does_not_exist_is_an_error_before_anything_starts(tmp_path):
     started = tmp_path / "started"
-    missing = Worker(1, ["no-such-program"], {})
+    missing = WorkerSpec(1, ["no-such-program"], {})
     with pytest.raises(LaunchError, match="no program 'no-such-program' on PATH"):
         run(sh(f"touch {started}"), missing)
     assert not started.exists()
@@ -138,9 +138,9 @@ def test_catch_signals_restores_the_handlers():
 
 LAUNCHER = """
 import sys
-from stretto.launch.processes import Worker
+from stretto.launch.worker_group import WorkerSpec
 from stretto.launch.supervise import run_workers
-worker = Worker(0, ["sh", "-c", sys.argv[1]], {})
+worker = WorkerSpec(0, ["sh", "-c", sys.argv[1]], {})
 outcome = run_workers([worker], log_line=lambda line: None)
 print(outcome.reason)
 sys.exit(outcome.exit_code)
