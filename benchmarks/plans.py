@@ -13,7 +13,7 @@ import sys
 import time
 
 from stretto.cluster.world import Mesh
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies.sharded.config import ShardedConfig
 from tests.laws.test_plans import MODELS, OPTIMIZERS, compare, reference, run_plan
 

@@ -45,8 +45,8 @@ from stretto.strategies import (
     warnings,
 )
 from stretto.strategies.local_state import LocalModelStrategy
+from stretto.strategies.replica_mean_norms import ReplicaMeanNorms, check_norm_groups
 from stretto.strategies.sharded.config import unit_bytes
-from stretto.strategies.trust_ratio_norms import TrustRatioNorms, check_norm_groups
 from stretto.telemetry.events import Event
 from stretto.telemetry.sinks import write_atomically
 from stretto.telemetry.timeline import Recorder
@@ -267,7 +267,7 @@ def _optimizer_factory(
             "remove norm_group, or set "
             'strategy.kind = "crossover"'
         )
-    norms = TrustRatioNorms(strategy, transport, norm_sharing)
+    norms = ReplicaMeanNorms(strategy, transport, norm_sharing)
     return norms.with_trust_ratio_norms(
         make_optimizer(optim, model, norms=norms, peak_lr=derived.lr)
     )

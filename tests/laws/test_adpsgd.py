@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import stretto
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.errors import ConfigError
 from stretto.optim.rules import average_pair_
 from stretto.strategies import ADPSGDConfig, build_strategy

@@ -12,8 +12,8 @@ from stretto.collectives.codec_error_bound import error_bound
 from stretto.collectives.codecs import PER_HOP_ERROR, Fp8
 from stretto.collectives.schedule import chunk_bounds
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.local_transports import run_threads
-from stretto.comm.sparse_sum import SparseSum
+from stretto.comm.in_process_transports import run_threads
+from stretto.comm.topk_all_reduce import TopKAllReduce
 
 EVEN = [Mesh(hosts) for hosts in [(1,), (3,), (2, 2)]]
 UNEVEN = [Mesh(hosts) for hosts in [(1, 1, 2), (3, 1, 2)]]
@@ -152,7 +152,7 @@ def test_sparse_sums_lose_nothing_and_have_the_same_bits_everywhere(name, mesh, 
         flat, seen = torch.empty(length), []
         with CollectiveExecutor(transport) as executor:
             gather = ALL_GATHER[name](mesh, parts)
-            sparse = SparseSum(executor, gather, transport.rank, flat, share)
+            sparse = TopKAllReduce(executor, gather, transport.rank, flat, share)
             for step in range(steps):
                 before = sparse.state_dict()["residual"]
                 flat.copy_(gradients[step, transport.rank])

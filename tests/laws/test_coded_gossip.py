@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.strategies import CrossoverConfig, DPSGDConfig, build_strategy
 from stretto.strategies.gossip.coded_wire import CodedDifferenceMixer
 from stretto.topology.analysis import mixing_matrix

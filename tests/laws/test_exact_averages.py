@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.strategies import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
 from stretto.topology.analysis import mixing_matrix
 from tests.laws.test_gossip import (

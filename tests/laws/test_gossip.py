@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
 from stretto.topology import TOPOLOGIES, make_topology
 from stretto.topology.analysis import mixing_matrix, topology_from_graph

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.strategies import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
 from stretto.strategies.distribute import distribute
 from tests.laws.test_gossip import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stretto.comm.bound_schedule import BufferPool
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies import CrossoverConfig, DPSGDConfig, SGPConfig, build_strategy
 from tests.laws.test_coded_gossip import in_eight_bits
 from tests.laws.test_exact_averages import EVERY, assert_equal_after_exact_steps, crossover, pushing

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.errors import CheckpointError
 from stretto.optim.rules import outer_average_, outer_nesterov_, outer_noloco_, outer_slowmo_
 from stretto.strategies import (

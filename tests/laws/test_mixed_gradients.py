@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies import CrossoverConfig, build_strategy
 from tests.laws.test_gossip import (
     CUTS,

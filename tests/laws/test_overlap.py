@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import EmulatedLink, run_threads
+from stretto.comm.in_process_transports import EmulatedLink, run_threads
 from stretto.strategies import AllReduceConfig, build_strategy
 
 pytestmark = pytest.mark.timed

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
 from stretto.collectives.algorithms import ALLREDUCE
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.data import DistributedBatchSampler
 from stretto.errors import ConfigError, StrettoError
 from stretto.strategies import AllReduceConfig

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(12, 6, dtype=torch.float64, generator=generator)

@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.checkpoint import flatten_optimizer, restore_optimizer_
 from stretto.cluster.world import Mesh
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.comm.transport import all_reduce_small_
 from stretto.errors import StrettoError
 from stretto.models import GPTConfig, build_model, per_sample_loss

@@ -14,7 +14,7 @@ from torch import nn
 
 from stretto.cluster.world import Mesh, World
 from stretto.collectives.algorithms import ALLREDUCE
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.data.loader import Prefetcher
 from stretto.data.order import rank_samples
 from stretto.data.sample_source import StatelessSource

@@ -18,7 +18,7 @@ from stretto.cluster.world import StoreAddress, Mesh, World
 from stretto.collectives.algorithms import ALLREDUCE
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.collective_executor import execute
-from stretto.comm.local_transports import RecordingTransport
+from stretto.comm.in_process_transports import RecordingTransport
 from stretto.comm.gloo import open_gloo
 from stretto.errors import TransportError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.models import build_model
 from stretto.recipes import RECIPES, find_recipe, load_run
 from stretto.run import assemble, prepare

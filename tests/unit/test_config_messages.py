@@ -170,6 +170,7 @@ BAD_OVERRIDES = {
     ),
     "through a text": ("name.x.y=1", "name.x.y = 1: name is not a table; expected text"),
     "item that is not there": ("layers.7.width=1", "layers.7.width = 1: layers is not a table"),
+    "item after the last": ("layers.2.width=1", "layers.2.width = 1: layers is not a table"),
     "wrong type": ("train.steps=ten", 'override: train.steps = "ten": expected a whole number'),
     "text that looks like a number": ("name=5", "to mean text, quote it: name='\"5\"'"),
     "nothing, without a default": (

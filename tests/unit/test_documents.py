@@ -17,7 +17,7 @@ from stretto.collectives.algorithms import ALLREDUCE
 from stretto.collectives.schedule import pipeline_tensor
 from stretto.collectives.verify import verify_allreduce
 from stretto.comm.collective_executor import execute
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = (ROOT, ROOT / "src" / "stretto")

@@ -5,8 +5,8 @@
 - a *cast* (bf16, fp16): the bucket is stored, summed and sent in `WireFormat.dtype`;
 - *per hop* (`Fp8`): messages are encoded before every send and decoded after it, sums are fp32.
   Give `WireFormat.codec` to `CollectiveExecutor.prepare`;
-- *sparse* (`stretto.comm.sparse_sum.SparseSum`): the largest entries of every rank are gathered and
-  summed, and the rest is kept for the next step.
+- *sparse* (`stretto.comm.topk_all_reduce.TopKAllReduce`): the largest entries of every rank are
+  gathered and summed, and the rest is kept for the next step.
 
 Flags and other counts must not be in a tensor that a codec encodes: beside a flag of 1, gradients
 of 1e-6 would be rounded to 0. Encode only the gradients of a bucket, and send the flags plainly.
@@ -290,7 +290,7 @@ class WireFormat:
     codec: Codec | None = None
     """Encodes every message, for `CollectiveExecutor.prepare`; not for the algorithm "native"."""
     kept_fraction: Fraction | None = None
-    """The fraction of entries that each rank sends, for `SparseSum`; no all-reduce is used then."""
+    """The fraction of entries that each rank sends, for `TopKAllReduce`."""
 
 
 def parse_wire(text: str) -> WireFormat:

@@ -8,7 +8,7 @@ from stretto.cluster.interfaces import check_interface, interface_for_host
 from stretto.cluster.rendezvous import rendezvous
 from stretto.cluster.world import World
 from stretto.comm.gloo import open_gloo
-from stretto.comm.local_transports import thread_transports
+from stretto.comm.in_process_transports import thread_transports
 from stretto.comm.nccl import open_nccl
 from stretto.comm.transport import Transport
 from stretto.errors import ConfigError

@@ -19,7 +19,7 @@ from stretto.collectives.codecs import WireFormat
 from stretto.comm.bound_schedule import BoundSchedule
 from stretto.comm.buckets import Bucket
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.sparse_sum import SparseSum
+from stretto.comm.topk_all_reduce import TopKAllReduce
 from stretto.comm.transport import Transport, Work
 from stretto.errors import StrettoError
 from stretto.telemetry.timeline import Recorder, Span
@@ -81,7 +81,7 @@ def bucket_reducers_for(
     kept_fraction = wire.kept_fraction
     assert kept_fraction is not None
     sums = [
-        SparseSum(executor, gather, transport.rank, bucket.gradients, kept_fraction)
+        TopKAllReduce(executor, gather, transport.rank, bucket.gradients, kept_fraction)
         for bucket in buckets
     ]
     return [
@@ -133,11 +133,11 @@ class CodedBucketReducer(_Stateless):
 class SparseBucketReducer:
     """Sums the largest entries of the gradients, and the flags in a plain all-reduce.
 
-    The entries that were not sent are kept in the residual of the `SparseSum`.
+    The entries that were not sent are kept in the residual of the `TopKAllReduce`.
     """
 
     def __init__(
-        self, executor: CollectiveExecutor, total: SparseSum, gradient_flags: BoundSchedule
+        self, executor: CollectiveExecutor, total: TopKAllReduce, gradient_flags: BoundSchedule
     ) -> None:
         self._executor = executor
         self._total = total

@@ -1,8 +1,8 @@
 """The interface between collectives and back ends: send, receive and all-reduce between ranks.
 
 Back ends: processes over Gloo (`gloo`), processes with one GPU each over NCCL (`nccl`), and threads
-of one process (`local_transports`). That last module also has two wrappers for any transport: one
-records every message, one emulates a slow link.
+of one process (`in_process_transports`). That last module also has two wrappers for any transport:
+one records every message, one emulates a slow link.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from stretto.bench.calibrate import (
 from stretto.cluster.world import Mesh, World
 from stretto.collectives.algorithm_table import parse_table
 from stretto.collectives.algorithms import ALLREDUCE
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.profiler.links import LinkMeasurements, MeasuredLinkCost
 from stretto.simulator.algorithm_choice import TABLE_SIZES, assumed_cluster
 from stretto.simulator.cluster import load_cluster, preset

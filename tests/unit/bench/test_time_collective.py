@@ -4,7 +4,7 @@ import pytest
 
 from stretto.bench.collectives import COLLECTIVES, CollectiveTrial, time_collective
 from stretto.cluster.world import Mesh
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.errors import ConfigError
 
 

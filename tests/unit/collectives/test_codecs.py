@@ -11,8 +11,8 @@ from stretto.collectives.codec_error_bound import max_roundings
 from stretto.collectives.codecs import Fp8, parse_wire, unsent_sums
 from stretto.collectives.schedule import rounds
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.local_transports import RecordingTransport, run_threads
-from stretto.comm.sparse_sum import SparseSum, largest_indices, num_kept, tie_break_keys
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
+from stretto.comm.topk_all_reduce import TopKAllReduce, largest_indices, num_kept, tie_break_keys
 from stretto.errors import CheckpointError, ConfigError, ScheduleError, TransportError
 
 
@@ -191,7 +191,9 @@ def test_the_number_of_kept_entries_is_rounded_up_exactly():
 
 
 def sparse_of(transport, executor, flat, kept_fraction=Fraction(1, 4)):
-    return SparseSum(executor, ring_all_gather(transport.size), transport.rank, flat, kept_fraction)
+    return TopKAllReduce(
+        executor, ring_all_gather(transport.size), transport.rank, flat, kept_fraction
+    )
 
 
 def test_the_residual_is_sent_later():

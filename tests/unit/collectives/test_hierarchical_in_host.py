@@ -15,7 +15,7 @@ from stretto.collectives.verify import (
     verify_reduce_scatter,
 )
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.errors import ScheduleError
 from stretto.simulator import Cluster, Cpu, LinkCosts, price
 

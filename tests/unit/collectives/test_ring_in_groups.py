@@ -6,7 +6,7 @@ import torch
 from stretto.collectives.algorithms.ring import ring_in_groups
 from stretto.collectives.schedule import Action
 from stretto.comm.collective_executor import execute
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.errors import ScheduleError
 
 SIZE = 6

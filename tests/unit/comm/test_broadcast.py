@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stretto.comm import broadcast
 from stretto.comm.broadcast import as_bytes, gather_to_rank_0, group_by_device
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64),

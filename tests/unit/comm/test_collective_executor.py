@@ -12,7 +12,7 @@ from stretto.cluster.world import Mesh
 from stretto.collectives.algorithms import ALL_GATHER, ALLREDUCE
 from stretto.comm.bound_schedule import BufferPool
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.errors import ScheduleError, StrettoError, TransportError
 
 ALGORITHMS = [("ring", 1), ("ring", 4), ("hierarchical", 3), ("doubling", 1), ("native", 1)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stretto.comm.local_transports import run_threads, thread_transports
+from stretto.comm.in_process_transports import run_threads, thread_transports
 from stretto.comm.p2p_executor import P2PExecutor
 from stretto.comm.transport import P2POp
 

@@ -9,7 +9,7 @@ from stretto.collectives.algorithm_table import parse_table
 from stretto.collectives.codecs import parse_wire
 from stretto.comm.buckets import Bucket
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.local_transports import RecordingTransport, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, run_threads
 from stretto.comm.reducer import bucket_reducers_for
 from stretto.errors import CheckpointError
 

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore
 
 from stretto.comm.broadcast import all_reduce_mean_, broadcast_, broadcast_text
 from stretto.comm.gloo import open_gloo
-from stretto.comm.local_transports import EmulatedLink, run_threads
+from stretto.comm.in_process_transports import EmulatedLink, run_threads
 from stretto.comm.transport import P2POp
 from stretto.errors import TransportError
 

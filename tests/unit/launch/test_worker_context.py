@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from stretto.cluster.heartbeats import FailureReport, post_failure_report, read_failure_report
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import thread_transports
+from stretto.comm.in_process_transports import thread_transports
 from stretto.errors import STOPPED_EXIT_CODE, StrettoError, TransportError
 from stretto.launch import worker_context
 from stretto.launch.process_setup import block_stop_signals

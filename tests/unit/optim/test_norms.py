@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.comm.transport import all_reduce_small_
 from stretto.optim import LAMB, LARS, TrustRatioOptions, local_norms
 

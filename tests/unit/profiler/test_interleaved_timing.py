@@ -2,7 +2,7 @@
 
 import time
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.profiler.interleaved_timing import time_steps_interleaved
 
 

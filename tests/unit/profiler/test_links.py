@@ -3,7 +3,7 @@
 import pytest
 
 from stretto.cluster.world import Mesh
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.profiler.links import measure_links, pair_local_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.errors import ConfigError
 from stretto.models import GPTConfig, build_model, per_sample_loss
 from stretto.optim import AdamConfig, SGDConfig, make_optimizer

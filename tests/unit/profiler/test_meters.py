@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import thread_transports
+from stretto.comm.in_process_transports import thread_transports
 from stretto.errors import StrettoError
 from stretto.profiler import meters
 from stretto.profiler.meters import LiveBytesTracker, peak_between, peak_bytes

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.profiler.links import MESSAGE_SIZES, fit_message_cost, measure_message_cost
 from stretto.profiler.slowdown import BackgroundTraffic, measure_slowdown
 

@@ -7,7 +7,7 @@ from torch import nn
 from stretto.cluster.world import Mesh
 from stretto.collectives.algorithms import ALLREDUCE
 from stretto.collectives.schedule import Action, chunk_bounds
-from stretto.comm.local_transports import RecordingTransport, SentMessage, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, SentMessage, run_threads
 from stretto.strategies import AllReduceConfig, build_strategy, resolve_bucket_lengths
 
 

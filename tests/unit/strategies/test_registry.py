@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from stretto.comm.local_transports import thread_transports
+from stretto.comm.in_process_transports import thread_transports
 from stretto.strategies import STRATEGIES, AllReduceConfig, build_strategy, check_strategy
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies import AllReduceConfig, build_strategy
 from stretto.train.state import consolidated_model, gather_local_buffers
 

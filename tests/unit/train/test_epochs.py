@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.run import RunConfig, assemble, prepare
 from stretto.telemetry.events import CheckpointSaved, EvalDone, StepDone

@@ -12,7 +12,7 @@ from torch import nn
 
 from stretto.checkpoint import CheckpointState, load_newest, save_checkpoint
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load, to_toml
 from stretto.errors import ConfigError
 from stretto.run import RunConfig, assemble, fixed_settings, flat_settings, prepare, settings_digest

@@ -7,7 +7,7 @@ import torch
 
 from stretto.checkpoint import load_checkpoint
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.errors import CheckpointError, StrettoError
 from stretto.run import RunConfig, assemble, prepare

@@ -3,7 +3,7 @@
 import pytest
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import thread_transports
+from stretto.comm.in_process_transports import thread_transports
 from stretto.config import load
 from stretto.errors import CheckpointError
 from stretto.run import RunConfig, assemble, prepare

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.run import RunConfig, assemble, prepare
 from stretto.train.loop import train

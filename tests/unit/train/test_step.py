@@ -5,7 +5,7 @@ from torch import nn
 
 from stretto.cli.main import main
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.errors import StrettoError
 from stretto.run import RunConfig, assemble, prepare

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.comm.transport import all_gather_text
 from stretto.train.step_consensus import STOP_SIGNAL_NAMES, ControlPlane, StepConsensus
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stretto.cluster.world import Mesh
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.errors import ConfigError
 from stretto.run import RunConfig

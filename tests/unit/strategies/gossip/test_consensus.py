@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.strategies.gossip import consensus
 from stretto.strategies.gossip.consensus import (
     MIN_COORDINATES,

@@ -9,7 +9,7 @@ from torch import nn
 
 from stretto.collectives.codecs import Fp8
 from stretto.comm.bound_schedule import BufferPool
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.comm.transport import CompletedWork
 from stretto.errors import CheckpointError
 from stretto.strategies import CrossoverConfig, build_strategy

@@ -7,7 +7,7 @@ from torch import nn
 from stretto.cluster.world import Mesh
 from stretto.collectives.algorithms import ALLREDUCE
 from stretto.collectives.verify import verify_allreduce
-from stretto.comm.local_transports import RecordingTransport, SentMessage, run_threads
+from stretto.comm.in_process_transports import RecordingTransport, SentMessage, run_threads
 from stretto.strategies import DiLoCoConfig, LocalSGDConfig, NoLoCoConfig, build_strategy
 from stretto.strategies.local_fragments import new_flat_buffer, shift_lanes
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.models import GPTConfig, build_model, per_sample_loss
 from stretto.planner.memory import compute_unit_memory, worst_case_curve
 from stretto.planner.plan import ElementBytes

@@ -5,7 +5,7 @@ from torch import nn
 
 from stretto.bench.profile_run import write_profile
 from stretto.cluster.world import Mesh, World
-from stretto.comm.local_transports import run_threads
+from stretto.comm.in_process_transports import run_threads
 from stretto.config import load
 from stretto.errors import ConfigError
 from stretto.planner.memory import Footprints

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from stretto.comm.local_transports import EmulatedLink, run_threads
+from stretto.comm.in_process_transports import EmulatedLink, run_threads
 from stretto.planner.plan import MessageKind
 from stretto.planner.presets import UnitShape, preset_plan
 from stretto.strategies.sharded.config import ShardedConfig

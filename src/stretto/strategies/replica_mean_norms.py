@@ -40,7 +40,7 @@ def check_norm_groups(norm_sharing: NormSharing, size: int) -> None:
         )
 
 
-class TrustRatioNorms:
+class ReplicaMeanNorms:
     """Norms of a group's mean, as a `stretto.optim.layer_optimizer.NormFunction`.
 
     Before ``norm_sharing.from_step`` the norms are those of this rank. All ranks of a group step

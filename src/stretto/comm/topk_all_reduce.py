@@ -58,7 +58,7 @@ def largest_indices(values: Tensor, num: int, tie_break: Tensor, keys: Tensor) -
     return (values.numel() - 1 - (chosen & _LOW_32_BITS)).sort().values
 
 
-class SparseSum:
+class TopKAllReduce:
     """Sums one fp32 tensor over ranks by its largest entries; created once, used in every step.
 
     A rank sends and receives 8 bytes for each kept entry of each of the n-1 other ranks. The
@@ -103,8 +103,8 @@ class SparseSum:
         executor.check_same_on_all_ranks(self._bound)
 
     @torch.no_grad()
-    def start(self) -> "SparseSumWork":
-        """Send the largest entries; after `SparseSumWork.wait` the tensor is the sum.
+    def start(self) -> "TopKWork":
+        """Send the largest entries; after `TopKWork.wait` the tensor is the sum.
 
         All ranks call this together. The work must be waited for before the next start.
         """
@@ -113,7 +113,7 @@ class SparseSum:
         self._indices[self._rank].copy_(chosen)
         self._values[self._rank].copy_(self._residual[chosen])
         self._residual[chosen] = 0
-        return SparseSumWork(self, self._executor.start(self._bound))
+        return TopKWork(self, self._executor.start(self._bound))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's residual: the entries that it has not sent yet."""
@@ -141,19 +141,19 @@ class SparseSum:
             self._flat.index_add_(0, indices, values)
 
 
-class SparseSumWork:
+class TopKWork:
     """A running sparse sum; `wait` leaves the sum in the tensor."""
 
-    def __init__(self, sparse_sum: SparseSum, gathered: Work) -> None:
-        self._sparse_sum: SparseSum | None = sparse_sum
+    def __init__(self, all_reduce: TopKAllReduce, gathered: Work) -> None:
+        self._all_reduce: TopKAllReduce | None = all_reduce
         self._gathered = gathered
 
     def wait(self) -> None:
         """Return when the tensor holds the sum; may be called again."""
         self._gathered.wait()
-        if self._sparse_sum is not None:
-            self._sparse_sum.sum_gathered_entries()
-            self._sparse_sum = None
+        if self._all_reduce is not None:
+            self._all_reduce.sum_gathered_entries()
+            self._all_reduce = None
 
     @property
     def finished_s(self) -> float | None:
