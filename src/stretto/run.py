@@ -44,8 +44,8 @@ from stretto.strategies import (
     chosen_settings,
     warnings,
 )
+from stretto.strategies.group_trust_ratios import GroupTrustRatioNorms, check_norm_groups
 from stretto.strategies.local_state import LocalModelStrategy
-from stretto.strategies.replica_mean_norms import ReplicaMeanNorms, check_norm_groups
 from stretto.strategies.sharded.config import unit_bytes
 from stretto.telemetry.events import Event
 from stretto.telemetry.sinks import write_atomically
@@ -267,7 +267,7 @@ def _optimizer_factory(
             "remove norm_group, or set "
             'strategy.kind = "crossover"'
         )
-    norms = ReplicaMeanNorms(strategy, transport, norm_sharing)
+    norms = GroupTrustRatioNorms(strategy, transport, norm_sharing)
     return norms.with_trust_ratio_norms(
         make_optimizer(optim, model, norms=norms, peak_lr=derived.lr)
     )

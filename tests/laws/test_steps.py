@@ -234,7 +234,7 @@ def test_active_ranks_with_the_same_passive_peer_wait_for_each_other():
 
 
 @pytest.mark.parametrize("hosts", [4, 7, 16])
-def test_pairwise_averaging_is_bounded_by_the_link_and_every_active_rank_sends_a_model(hosts):
+def test_adpsgd_pairs_averaging_is_bounded_by_the_link_and_every_active_rank_sends_a_model(hosts):
     for transfer_s in (0.5, 1.0, 3.0):
         where = cluster(hosts, rate=MODEL_BYTES / transfer_s)
         priced = price_pairwise_averaging(PAIRWISE, passive_peer, AHEAD, where)

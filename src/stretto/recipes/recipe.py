@@ -1,4 +1,7 @@
-"""A recipe: the settings of a run with the source of each, and its hyper-parameters as lines."""
+"""The type of a recipe, and its derived hyper-parameters as lines to print.
+
+The recipes themselves are in `stretto.recipes.imagenet` and `stretto.recipes.small_runs`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

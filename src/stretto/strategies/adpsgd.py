@@ -7,10 +7,10 @@
     optimizer.step      updates the live model, as it is by then
     after_update        an active rank starts to average with a peer, during the next step
 
-Even ranks are active, odd ranks passive; see `stretto.strategies.adpsgd_pairing`. The loop divides
-its loss by the samples of all ranks. Multiplied by the number of ranks, the gradients are means
-over this rank's samples, weighted by their number: the mean of all ranks' steps is then the step of
-the global batch.
+Even ranks are active, odd ranks passive; see `stretto.strategies.adpsgd_averaging`. The loop
+divides its loss by the samples of all ranks. Multiplied by the number of ranks, the gradients are
+means over this rank's samples, weighted by their number: the mean of all ranks' steps is then the
+step of the global batch.
 """
 
 import time
@@ -29,7 +29,7 @@ from stretto.comm.broadcast import all_reduce_mean_, broadcast_
 from stretto.comm.transport import Transport
 from stretto.config import Config
 from stretto.errors import ConfigError
-from stretto.strategies.adpsgd_pairing import (
+from stretto.strategies.adpsgd_averaging import (
     PAIR_LANE,
     OperationGate,
     PairAverager,
@@ -46,7 +46,7 @@ from stretto.strategies.local_state import (
     select_part,
 )
 from stretto.telemetry.timeline import Recorder
-from stretto.topology.pairwise import OperationKind, passive_peer
+from stretto.topology.adpsgd_pairs import OperationKind, passive_peer
 
 
 class ADPSGDConfig(Config):

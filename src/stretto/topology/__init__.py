@@ -9,6 +9,12 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from stretto.errors import ConfigError
+from stretto.topology.adpsgd_pairs import (
+    OperationKind,
+    WorkerOperation,
+    passive_peer,
+    random_operation_order,
+)
 from stretto.topology.base_graph import base_graph, hyper_hypercube, hypercube, simple_base_graph
 from stretto.topology.graphs import (
     complete,
@@ -20,13 +26,7 @@ from stretto.topology.graphs import (
     static_exponential,
     undirected_equidyn,
 )
-from stretto.topology.mixing import Edge, Mixing, RoundPeers, Topology, grouped
-from stretto.topology.pairwise import (
-    OperationKind,
-    WorkerOperation,
-    passive_peer,
-    random_operation_order,
-)
+from stretto.topology.round_peers import Edge, PeerFunction, RoundPeers, Topology, grouped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,8 +97,8 @@ def make_topology(name: str, settings: TopologySettings = DEFAULT_SETTINGS) -> T
 __all__ = [
     "TOPOLOGIES",
     "Edge",
-    "Mixing",
     "OperationKind",
+    "PeerFunction",
     "RoundPeers",
     "Topology",
     "TopologyEntry",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.errors import ConfigError
-from stretto.topology.mixing import Edge, Mixing, RoundPeers, Topology
+from stretto.topology.round_peers import Edge, PeerFunction, RoundPeers, Topology
 
 Matrix = NDArray[np.float64]
 """[n, n]; row i has the weights with which rank i averages the values of all ranks."""
@@ -66,7 +66,7 @@ def analyze_topology(topology: Topology, size: int) -> TopologyReport:
     )
 
 
-def mixing_matrix(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> Matrix:
+def mixing_matrix(mixing: PeerFunction, size: int, step: int = 0, segment: int = 0) -> Matrix:
     """Return the mixing matrix of one round."""
     dense = np.zeros((size, size))
     for rank in range(size):
@@ -78,7 +78,7 @@ def mixing_matrix(mixing: Mixing, size: int, step: int = 0, segment: int = 0) ->
 
 
 def message_counts(
-    mixing: Mixing, size: int, step: int = 0, segment: int = 0
+    mixing: PeerFunction, size: int, step: int = 0, segment: int = 0
 ) -> list[MessageCounts]:
     """Return the message counts of every rank in one round of one segment."""
     peers = [mixing(rank, size, step, segment) for rank in range(size)]
@@ -223,7 +223,7 @@ def _check_graph(graph: nx.Graph) -> None:
 # --- Drawings ---
 
 
-def round_graph(mixing: Mixing, size: int, step: int = 0, segment: int = 0) -> nx.DiGraph:
+def round_graph(mixing: PeerFunction, size: int, step: int = 0, segment: int = 0) -> nx.DiGraph:
     """Return one round as a graph with an edge, and its ``weight``, for every message."""
     drawn = nx.DiGraph()
     drawn.add_nodes_from(range(size))

@@ -26,7 +26,7 @@ from itertools import accumulate, count
 from typing import NamedTuple
 
 from stretto.errors import ConfigError
-from stretto.topology.mixing import Edge, RoundPeers, Topology, shift_edges, symmetric_peers
+from stretto.topology.round_peers import Edge, RoundPeers, Topology, shift_edges, symmetric_peers
 
 # --- Hypercubes ---
 
@@ -39,7 +39,7 @@ def hypercube() -> Topology:
     """
     return Topology(
         "hypercube",
-        partial(_hypercube_mixing, 1),
+        partial(_hypercube_peers, 1),
         partial(_hypercube_period, 1),
         _hypercube_size_error,
     )
@@ -54,7 +54,7 @@ def hyper_hypercube(k: int = 1) -> Topology:
     check_max_peers(k)
     return Topology(
         "hyper-hypercube",
-        partial(_hypercube_mixing, k),
+        partial(_hypercube_peers, k),
         partial(_hypercube_period, k),
         partial(_hyper_hypercube_size_error, k),
     )
@@ -100,7 +100,7 @@ def hypercube_edges(position: int, radices: tuple[int, ...], round_index: int) -
     )
 
 
-def _hypercube_mixing(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _hypercube_peers(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
     radices = fewest_factors(size, k + 1)
     assert radices is not None, "size_error refuses such sizes"
     return symmetric_peers(hypercube_edges(rank, radices, step))
@@ -141,7 +141,7 @@ def base_graph(k: int = 1) -> Topology:
     parallel. Then ranks with the same index in their blocks run a hyper-hypercube.
     """
     check_max_peers(k)
-    return Topology("base", partial(_base_graph_mixing, k), partial(_base_graph_period, k))
+    return Topology("base", partial(_base_graph_peers, k), partial(_base_graph_period, k))
 
 
 def simple_base_graph(k: int = 1) -> Topology:
@@ -151,7 +151,7 @@ def simple_base_graph(k: int = 1) -> Topology:
     """
     check_max_peers(k)
     return Topology(
-        "simple-base", partial(_simple_base_graph_mixing, k), partial(_simple_base_graph_period, k)
+        "simple-base", partial(_simple_base_graph_peers, k), partial(_simple_base_graph_period, k)
     )
 
 
@@ -198,7 +198,7 @@ def _base_graph_period(k: int, size: int) -> int:
     return _simple_base_graph_period(k, size // blocks) + len(fewest_factors(blocks, k + 1) or ())
 
 
-def _base_graph_mixing(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _base_graph_peers(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
     blocks = _num_blocks(size, k)
     width = size // blocks
     block, position = divmod(rank, width)
@@ -224,7 +224,7 @@ def _simple_base_graph_period(k: int, size: int) -> int:
     return len(_part_radices(largest, k)) + 1 + largest.digits
 
 
-def _simple_base_graph_mixing(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _simple_base_graph_peers(k: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
     return symmetric_peers(
         _simple_base_graph_edges(k, rank, size, step % _simple_base_graph_period(k, size))
     )

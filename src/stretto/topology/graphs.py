@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from stretto.errors import ConfigError
 from stretto.topology import keyed_random as keyed
 from stretto.topology.keyed_random import DRAW_CACHE_SIZE, no_period, random_words, word_to_index
-from stretto.topology.mixing import Edge, RoundPeers, Topology, symmetric_peers
+from stretto.topology.round_peers import Edge, RoundPeers, Topology, symmetric_peers
 
 # --- Circulant graphs: every rank has peers at the same distances ---
 
@@ -16,7 +16,7 @@ def complete() -> Topology:
 
     Each rank sends n-1 messages. It serves as a reference for the other topologies.
     """
-    return Topology("complete", _complete_mixing)
+    return Topology("complete", _complete_peers)
 
 
 def ring() -> Topology:
@@ -25,7 +25,7 @@ def ring() -> Topology:
     Its spectral gap falls as 1/n^2, so it suits teaching, or up to about 8 ranks.
     Lian et al., 2017, arXiv:1705.09056.
     """
-    return Topology("ring", _ring_mixing)
+    return Topology("ring", _ring_peers)
 
 
 def circulant_peers(
@@ -46,11 +46,11 @@ def circulant_peers(
     )
 
 
-def _complete_mixing(rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _complete_peers(rank: int, size: int, step: int, segment: int) -> RoundPeers:
     return circulant_peers(rank, size, range(1, size))
 
 
-def _ring_mixing(rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _ring_peers(rank: int, size: int, step: int, segment: int) -> RoundPeers:
     # Of two ranks, each has one neighbour, which is on both sides. A single rank has none.
     return circulant_peers(rank, size, sorted({1 % size, (size - 1) % size} - {0}))
 
@@ -61,7 +61,7 @@ def static_exponential() -> Topology:
     Its spectral gap is 2/(1+L) for even n, with L messages in a round.
     Ying et al., 2021, arXiv:2110.13363.
     """
-    return Topology("static-exponential", _static_exponential_mixing)
+    return Topology("static-exponential", _static_exponential_peers)
 
 
 def one_peer_exponential() -> Topology:
@@ -73,7 +73,7 @@ def one_peer_exponential() -> Topology:
     """
     return Topology(
         "one-peer-exponential",
-        _one_peer_exponential_mixing,
+        _one_peer_exponential_peers,
         period=lambda size: max(1, _num_powers_of_two(size)),
     )
 
@@ -83,11 +83,11 @@ def _num_powers_of_two(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def _static_exponential_mixing(rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _static_exponential_peers(rank: int, size: int, step: int, segment: int) -> RoundPeers:
     return circulant_peers(rank, size, [1 << power for power in range(_num_powers_of_two(size))])
 
 
-def _one_peer_exponential_mixing(rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _one_peer_exponential_peers(rank: int, size: int, step: int, segment: int) -> RoundPeers:
     if size == 1:
         return RoundPeers(1.0)
     return circulant_peers(rank, size, [1 << step % _num_powers_of_two(size)])
@@ -104,7 +104,7 @@ def equidyn(seed: int = 0, eta: float = 0.5) -> Topology:
     the same in every direction. Song et al., 2022, arXiv:2210.07881.
     """
     _check_eta(eta)
-    return Topology("equidyn", partial(_equidyn_mixing, seed, eta), period=no_period)
+    return Topology("equidyn", partial(_equidyn_peers, seed, eta), period=no_period)
 
 
 def undirected_equidyn(seed: int = 0, eta: float = 0.5) -> Topology:
@@ -116,7 +116,7 @@ def undirected_equidyn(seed: int = 0, eta: float = 0.5) -> Topology:
     """
     _check_eta(eta)
     return Topology(
-        "undirected-equidyn", partial(_undirected_equidyn_mixing, seed, eta), period=no_period
+        "undirected-equidyn", partial(_undirected_equidyn_peers, seed, eta), period=no_period
     )
 
 
@@ -125,7 +125,7 @@ def _check_eta(eta: float) -> None:
         raise ConfigError(f"eta must be above 0 and below 1, got {eta:g}; the usual value is 0.5")
 
 
-def _equidyn_mixing(
+def _equidyn_peers(
     seed: int, eta: float, rank: int, size: int, step: int, segment: int
 ) -> RoundPeers:
     if size == 1:
@@ -134,7 +134,7 @@ def _equidyn_mixing(
     return circulant_peers(rank, size, [distance], eta * (size - 1) / size)
 
 
-def _undirected_equidyn_mixing(
+def _undirected_equidyn_peers(
     seed: int, eta: float, rank: int, size: int, step: int, segment: int
 ) -> RoundPeers:
     partner = _equidyn_partners(size, seed, step, segment)[rank]
@@ -170,15 +170,15 @@ def derangement(seed: int = 0) -> Topology:
     1/2 (1 - 1/(n-1)) of the squared disagreement. All peers are equally likely, unlike in the
     published code of Crossover-SGD (Yeo et al., 2020, arXiv:2012.15198).
     """
-    return Topology("derangement", partial(_derangement_mixing, seed), period=keyed.no_period)
+    return Topology("derangement", partial(_derangement_peers, seed), period=keyed.no_period)
 
 
 def matching(seed: int = 0) -> Topology:
     """Return random pairs that average; one rank has no partner if the number of ranks is odd."""
-    return Topology("matching", partial(_matching_mixing, seed), period=keyed.no_period)
+    return Topology("matching", partial(_matching_peers, seed), period=keyed.no_period)
 
 
-def _derangement_mixing(seed: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _derangement_peers(seed: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
     if size == 1:
         return RoundPeers(1.0)
     sender_of = keyed.random_cycle(size, seed, step, segment)
@@ -194,7 +194,7 @@ def _inverse_cycle(size: int, seed: int, step: int, segment: int) -> tuple[int, 
     return tuple(receiver_of)
 
 
-def _matching_mixing(seed: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
+def _matching_peers(seed: int, rank: int, size: int, step: int, segment: int) -> RoundPeers:
     partner = _matching_partners(size, seed, step, segment)[rank]
     return symmetric_peers([] if partner == rank else [Edge(partner, 0.5)])
 

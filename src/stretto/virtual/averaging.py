@@ -27,7 +27,7 @@ from stretto.strategies import (
 from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.groups import HOSTS, group_of
 from stretto.strategies.local_fragments import cut_fragments
-from stretto.topology.mixing import stacked_round
+from stretto.topology.round_peers import stacked_round
 from stretto.virtual.stacked_gossip import (
     StackedCodedMixing,
     StackedGossip,

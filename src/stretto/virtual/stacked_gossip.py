@@ -27,7 +27,7 @@ from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.consensus import ConsensusConfig, distance, sample_coordinates
 from stretto.strategies.gossip.segments import cut_segments
 from stretto.topology import keyed_random as keyed
-from stretto.topology.mixing import stacked_round
+from stretto.topology.round_peers import stacked_round
 from stretto.virtual.stacked_models import StackedModels
 
 

@@ -12,7 +12,7 @@ from stretto.topology.analysis import (
     rounds_to_consensus,
     spectral_gap,
 )
-from stretto.topology.mixing import Edge, RoundPeers, Topology
+from stretto.topology.round_peers import Edge, RoundPeers, Topology
 
 
 def gap(name, size, **more):

@@ -1,7 +1,7 @@
 import pytest
 
 from stretto.topology.graphs import circulant_peers, complete, ring
-from stretto.topology.mixing import Edge, RoundPeers
+from stretto.topology.round_peers import Edge, RoundPeers
 
 
 def test_ranks_send_ahead_and_receive_from_behind():

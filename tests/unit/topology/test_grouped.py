@@ -5,7 +5,7 @@ from stretto.errors import ConfigError
 from stretto.topology.analysis import topology_from_graph
 from stretto.topology.base_graph import hypercube
 from stretto.topology.graphs import one_peer_exponential, ring
-from stretto.topology.mixing import grouped, ranks_of_group
+from stretto.topology.round_peers import grouped, ranks_of_group
 
 
 def test_groups_are_consecutive_ranks():

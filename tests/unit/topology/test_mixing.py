@@ -1,7 +1,7 @@
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.topology.mixing import Edge, RoundPeers, Topology, shift_edges, symmetric_peers
+from stretto.topology.round_peers import Edge, RoundPeers, Topology, shift_edges, symmetric_peers
 
 
 def no_peers(rank, size, step, segment):

@@ -1,6 +1,6 @@
 from stretto.topology import keyed_random as keyed
 from stretto.topology.graphs import derangement, matching
-from stretto.topology.mixing import Edge, RoundPeers
+from stretto.topology.round_peers import Edge, RoundPeers
 
 
 def test_the_sender_of_a_rank_follows_the_cycle():

@@ -14,7 +14,7 @@ from stretto.collectives.schedule import (
     pipeline_chunks,
 )
 from stretto.errors import ScheduleError
-from stretto.topology.mixing import ranks_of_group
+from stretto.topology.round_peers import ranks_of_group
 
 RingPass = tuple[int, Action]
 """One pass around the ring: (the chunk that a rank sends first, its action on received chunks)."""

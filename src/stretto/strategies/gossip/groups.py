@@ -11,7 +11,7 @@ from stretto.comm.p2p_executor import P2PExecutor
 from stretto.comm.transport import P2POp, Transport, Work
 from stretto.errors import ConfigError
 from stretto.topology import RoundPeers, Topology, grouped
-from stretto.topology.mixing import possible_group_counts, ranks_of_group, shift_edges
+from stretto.topology.round_peers import possible_group_counts, ranks_of_group, shift_edges
 
 HOSTS = "hosts"
 """Value of ``strategy.groups`` that makes one group per host."""

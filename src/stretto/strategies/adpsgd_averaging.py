@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from stretto.comm.transport import P2POp, Transport
 from stretto.optim.rules import half_difference
-from stretto.topology.pairwise import OperationKind, active_ranks, is_active, passive_ranks
+from stretto.topology.adpsgd_pairs import OperationKind, active_ranks, is_active, passive_ranks
 
 PAIR_LANE = 1
 """Lane of all pair messages; collectives use lane 0."""

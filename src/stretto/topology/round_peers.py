@@ -1,4 +1,6 @@
-"""The types of a topology: a rank's peers in one round of gossip, and the mixing weights.
+"""The types of a topology: a rank's peers in one round of gossip, and the weight of each.
+
+`stretto.topology.analysis` makes matrices of them.
 
 Note: weights. Let W be the matrix of a round, so that rank i continues with sum_j W_ij x_j. W_ii is
 `self_weight`. An entry W_ij off the diagonal is an edge from j to i. Both ranks have it with the
@@ -46,7 +48,7 @@ class RoundPeers:
     """The senders, with the weight of their values here."""
 
 
-class Mixing(Protocol):
+class PeerFunction(Protocol):
     """A function that returns the peers and weights of one rank in one round.
 
     It is pure: every rank computes the same result. ``step`` counts rounds of gossip, not optimizer
@@ -72,7 +74,7 @@ class Topology:
     """A mixing with its properties. It is callable as a mixing and then checks its arguments."""
 
     name: str
-    mixing: Mixing
+    mixing: PeerFunction
     period: Callable[[int], int | None] = _period_of_one
     """Size -> rounds after which the peers repeat; None for random peers."""
     size_error: Callable[[int], str | None] = _no_size_error
@@ -120,7 +122,7 @@ class StackedRound(NamedTuple):
     """[n, k]: weights of the senders' values."""
 
 
-def stacked_round(mixing: Mixing, size: int, step: int, segment: int = 0) -> StackedRound:
+def stacked_round(mixing: PeerFunction, size: int, step: int, segment: int = 0) -> StackedRound:
     """Return one round of ``size`` ranks as arrays."""
     peers = [mixing(rank, size, step, segment) for rank in range(size)]
     max_peers = max(len(each.receives) for each in peers)
@@ -142,7 +144,7 @@ def grouped(between: Topology, groups: int) -> Topology:
         raise ConfigError(f"groups must be at least 1, got {groups}")
     return Topology(
         f"{between.name} between {groups} groups",
-        partial(_grouped_mixing, between, groups),
+        partial(_grouped_peers, between, groups),
         lambda _size: between.period(groups),
         partial(_grouped_size_error, between, groups),
         between.doubly_stochastic,
@@ -154,7 +156,7 @@ def ranks_of_group(group: int, width: int) -> range:
     return range(group * width, (group + 1) * width)
 
 
-def _grouped_mixing(
+def _grouped_peers(
     between: Topology, groups: int, rank: int, size: int, step: int, segment: int
 ) -> RoundPeers:
     width = size // groups

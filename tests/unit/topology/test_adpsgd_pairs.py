@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.topology.pairwise import OperationKind, is_active, passive_peer, random_operation_order
+from stretto.topology.adpsgd_pairs import (
+    OperationKind,
+    is_active,
+    passive_peer,
+    random_operation_order,
+)
 
 
 @settings(max_examples=60, deadline=None)

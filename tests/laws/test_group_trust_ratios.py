@@ -13,7 +13,7 @@ from stretto.optim import LARSConfig, local_norms, make_optimizer
 from stretto.optim.layer_optimizer import NormSharing
 from stretto.run import RunConfig, assemble, prepare
 from stretto.strategies import CrossoverConfig, build_strategy
-from stretto.strategies.replica_mean_norms import ReplicaMeanNorms
+from stretto.strategies.group_trust_ratios import GroupTrustRatioNorms
 from stretto.train.loop import train
 from tests.laws.test_gossip import (
     CUTS,
@@ -66,7 +66,7 @@ def trained(sharing, *, reads):
     def on_rank(transport):
         strategy = build_strategy(GOSSIP, transport, calls=("first", "second"))
         strategy.reads_gradients = reads
-        norms = ReplicaMeanNorms(strategy, transport, sharing)
+        norms = GroupTrustRatioNorms(strategy, transport, sharing)
         making = norms.with_trust_ratio_norms(make_optimizer(OPTIM, norms=norms))
         model, optimizer = strategy.attach(Shifted(), making)
         history = []
@@ -167,7 +167,7 @@ def test_models_of_their_own_share_norms_whatever_holds_them_together(kind, tmp_
     settings = [f"strategy.kind={kind}", "optim.norm_group=2", "optim.norm_group_from_epoch=1"]
     for parts, _ in on_four(tmp_path, *settings):
         assert bool(torch.isfinite(weights(parts)).all())
-        assert isinstance(parts.optimizer.norms, ReplicaMeanNorms)
+        assert isinstance(parts.optimizer.norms, GroupTrustRatioNorms)
         assert not parts.notes
 
 

@@ -23,7 +23,7 @@ from stretto.errors import ConfigError
 from stretto.optim.layer_optimizer import NormSharing, local_norms
 from stretto.strategies.contract import MakeOptimizer
 from stretto.strategies.local_state import LocalModelStrategy
-from stretto.topology.mixing import possible_group_counts
+from stretto.topology.round_peers import possible_group_counts
 
 
 def check_norm_groups(norm_sharing: NormSharing, size: int) -> None:
@@ -40,7 +40,7 @@ def check_norm_groups(norm_sharing: NormSharing, size: int) -> None:
         )
 
 
-class ReplicaMeanNorms:
+class GroupTrustRatioNorms:
     """Norms of a group's mean, as a `stretto.optim.layer_optimizer.NormFunction`.
 
     Before ``norm_sharing.from_step`` the norms are those of this rank. All ranks of a group step
