@@ -132,7 +132,8 @@ class GlooTransport:
             group.shutdown()
         if self._in_flight:
             _busy_groups.extend(self._lanes)
-        self._lanes.clear()
+        else:
+            self._lanes.clear()
 
     def _describe(self, peer: int, failure: RuntimeError) -> str:
         peer_name = "a peer" if peer < 0 else f"rank {self._members[peer]}"

@@ -230,12 +230,12 @@ class Reducer:
         buckets: Sequence[Bucket],
         bucket_reducers: Sequence[BucketReducer],
         transport: Transport,
-        weights: GradientScaling,
+        gradient_scaling: GradientScaling,
         recorder: Recorder,
     ) -> None:
         self._buckets = buckets
         self._transport = transport
-        self._gradient_scaling = weights
+        self._gradient_scaling = gradient_scaling
         self._recorder = recorder
         self._bucket_reducers = bucket_reducers
         self._reset()

@@ -1,6 +1,6 @@
 """The cost of every message of a schedule on a cluster: latency, bytes on links, work of cores.
 
-The result are tasks for the event engine.
+The costs are tasks for the event engine.
 """
 
 from dataclasses import dataclass

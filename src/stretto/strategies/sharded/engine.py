@@ -39,11 +39,11 @@ class Engine:
         collectives: ShardCollectives,
         updates: ShardUpdates,
         memory_tracker: MemoryTracker,
-        weights: GradientScaling,
+        gradient_scaling: GradientScaling,
     ) -> None:
         self.plan, self._slots, self._units = plan, plan.slots, units
         self._collectives, self._updates = collectives, updates
-        self._memory_tracker, self._gradient_scaling = memory_tracker, weights
+        self._memory_tracker, self._gradient_scaling = memory_tracker, gradient_scaling
         device = units[0].sharded.flat.device
         self._comm_streams: CommStreams = (
             SideStreams(device) if device.type == "cuda" else InlineStreams()
