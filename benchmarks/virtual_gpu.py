@@ -22,8 +22,8 @@ from stretto.data.order import RankSamples
 from stretto.recipes.recipe import Tables
 from stretto.run import RunConfig, prepare
 from stretto.virtual import find_device
-from stretto.virtual.local_steps import RECORDERS, LocalSteps
 from stretto.virtual.stepping import LockStepWorkers
+from stretto.virtual.worker_gradients import RECORDERS, WorkerGradients
 
 WARM_UP = 3
 
@@ -53,12 +53,12 @@ def images_per_s(args: argparse.Namespace, *, recorded: bool) -> float:
     """Return the images per second of all workers, with or without a captured step."""
     config = load(RunConfig, None, recipe=resnets(args.workers * args.samples)).config
     device = find_device(args.device)
-    local_steps = LocalSteps(config, prepare(config), args.workers, args.workers, device)
+    worker_gradients = WorkerGradients(config, prepare(config), args.workers, args.workers, device)
     kept = dict(RECORDERS)
     if not recorded:
         RECORDERS.clear()
     try:
-        steps = LockStepWorkers(local_steps).steps(batches(config, WARM_UP + args.steps))
+        steps = LockStepWorkers(worker_gradients).steps(batches(config, WARM_UP + args.steps))
         for _ in range(WARM_UP):
             next(steps)
         began_s = time.monotonic()

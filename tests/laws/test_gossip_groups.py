@@ -461,6 +461,6 @@ def test_ranks_that_share_a_model_check_their_steps_together(groups, is_local):
         strategy = build_strategy(CrossoverConfig(groups=groups), transport)
         strategy.attach(Chain(), lambda p: torch.optim.SGD(p, lr=LR))
         strategy.close()
-        return strategy.steps_are_local
+        return strategy.ranks_step_independently
 
     assert run_threads(4, on_rank) == [is_local] * 4

@@ -21,8 +21,8 @@ from stretto.topology import random_operation_order
 from stretto.train.loop import train
 from stretto.train.step_consensus import LAG
 from stretto.virtual import train_virtually
-from stretto.virtual.local_steps import RECORDERS, run_sequentially
 from stretto.virtual.stacked_gossip import StackedConsensus
+from stretto.virtual.worker_gradients import RECORDERS, run_sequentially
 from tests.laws.test_adpsgd import InOrder
 
 STEPS, WORKERS, EVAL_EVERY, SEED = 10, 4, 5, 5

@@ -152,7 +152,7 @@ class AllReduce:
     """All-reduces gradients bucket by bucket while backward runs."""
 
     replicas_differ = False
-    steps_are_local = False
+    ranks_step_independently = False
 
     def __init__(
         self,

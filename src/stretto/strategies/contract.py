@@ -80,7 +80,7 @@ class Strategy(Protocol):
     replicas_differ: bool
     """Whether the ranks' models differ between averages, as with gossip and local updates."""
 
-    steps_are_local: bool
+    ranks_step_independently: bool
     """Whether a rank's gradients change the model of that rank only. If so, a gradient that is not
     finite makes that rank skip its step; otherwise all ranks skip it."""
 

@@ -52,7 +52,9 @@ class GroupTrustRatioNorms:
         self, strategy: LocalModelStrategy, transport: Transport, norm_sharing: NormSharing
     ) -> None:
         self._strategy = strategy
-        strategy.steps_are_local = False  # the group would wait for a rank that skips a step
+        strategy.ranks_step_independently = (
+            False  # the group would wait for a rank that skips a step
+        )
         self._sharing = norm_sharing
         self._schedule = ring_in_groups(transport.size, norm_sharing.group_size)
         self._executor = CollectiveExecutor(transport)

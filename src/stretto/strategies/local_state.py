@@ -191,7 +191,7 @@ class LocalModelStrategy:
     """Common base of the strategies whose replicas differ: gossip, AD-PSGD and local updates."""
 
     replicas_differ = True
-    steps_are_local = True
+    ranks_step_independently = True
     _transport: Transport
     _optimizer: Optimizer
     _local_parameters: LocalParameters

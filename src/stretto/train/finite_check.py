@@ -176,7 +176,7 @@ def make_consensus_and_check(
     If a step is common to several ranks, all of them check it together in every step. If each rank
     makes its own steps, it checks them alone.
     """
-    if parts.strategy.steps_are_local:
+    if parts.strategy.ranks_step_independently:
         delayed = DelayedConsensus(control, parts.num_samples_in_step)
         return delayed, FiniteCheck(parts, delayed, locate_local_nan)
     consensus = StepConsensus(control)

@@ -96,6 +96,8 @@ def _run_step(
             update(parts, step, sync_result)
         else:
             finite_check.skip_step(step, batch)
-        if sync_result is not None or parts.strategy.steps_are_local:  # peers count on this rank
+        if (
+            sync_result is not None or parts.strategy.ranks_step_independently
+        ):  # peers count on this rank
             parts.strategy.after_update()
     meter.add(loss, len(batch.inputs), consensus.result().wait_s, sync_result)

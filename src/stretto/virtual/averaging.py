@@ -97,7 +97,7 @@ class FragmentAveraging:
             if fragment.sent_step is None or step - fragment.sent_step < streaming.delay:
                 continue
             outer.rule(fragment.starts, fragment.momenta, fragment.outer_gradient, lr)
-            fragment.start_round(streaming.mix)
+            fragment.finish_round(streaming.mix)
             if self._config.reset_momentum:
                 self._zero_momentum(fragment)
 
@@ -129,7 +129,7 @@ class _Fragment:
         """Put ``outer_gradient``, computed after ``step``, in flight."""
         self.sent_step, self.outer_gradient = step, outer_gradient
 
-    def start_round(self, mix: float) -> None:
+    def finish_round(self, mix: float) -> None:
         """Move the parameters by the share ``mix`` towards the new start; clear the round."""
         for value, (start, now) in zip(self.values, self.start_and_current(), strict=True):
             value.copy_(start if mix == 1 else now.lerp(start, mix))

@@ -3,7 +3,7 @@
 A step does the following::
 
     samples       each worker's share of the global batch, the same as a rank's
-    gradients     forward and backward of every worker on its own module     (`local_steps`)
+    gradients     forward and backward of every worker on its own module     (`worker_gradients`)
     update        one optimizer step for all replicas at once                (`stepping`)
     averaging     replicas are averaged as ranks would by messages           (`averaging`)
     evaluation    when due: the mean model, and each worker on its share of the test data
@@ -33,9 +33,9 @@ from stretto.telemetry.events import EvalDone
 from stretto.train.evaluate import StatisticsSampling, compute_batch_statistics, sum_metrics
 from stretto.train.precision import forward_in_precision
 from stretto.virtual.averaging import check_lost_share, count_replicas
-from stretto.virtual.local_steps import LocalSteps
 from stretto.virtual.stacked_models import copy_means_
 from stretto.virtual.stepping import ArrivalOrderWorkers, LockStepWorkers
+from stretto.virtual.worker_gradients import WorkerGradients
 
 ProgressCallback = Callable[[int, int, float], None]
 """Called after each step with steps done, steps in all and the loss of the step."""
@@ -90,13 +90,13 @@ def train_virtually(
     evaluations: list[EvalDone] = []
     consensus_distances: list[tuple[int, float]] = []
     stop_reason = ""
-    with Prefetcher(prepared.source, run.local_steps.samples_by_step()) as batches:
+    with Prefetcher(prepared.source, run.worker_gradients.samples_by_step()) as batches:
         for step, loss in enumerate(run.step_order.steps(batches)):
             losses.append(loss)
             if not math.isfinite(loss):
                 stop_reason = f"the loss of step {step + 1} is not finite"
                 break
-            report_progress(step + 1, run.local_steps.total_steps, loss)
+            report_progress(step + 1, run.worker_gradients.total_steps, loss)
             if run.is_distance_due(step):
                 consensus_distances.append((step + 1, run.consensus_distance()))
             if run.is_evaluation_due(step):
@@ -138,19 +138,19 @@ class _VirtualRun:
         device: torch.device,
     ) -> None:
         num_replicas = check_virtual(config, workers, lost)
-        self.local_steps = LocalSteps(config, prepared, workers, num_replicas, device)
-        self._train, self._stack = config.train, self.local_steps.stack
-        self._mean = copy.deepcopy(self.local_steps.model)
+        self.worker_gradients = WorkerGradients(config, prepared, workers, num_replicas, device)
+        self._train, self._stack = config.train, self.worker_gradients.stack
+        self._mean = copy.deepcopy(self.worker_gradients.model)
         strategy = config.strategy
         self.step_order: StepOrder = (
-            ArrivalOrderWorkers(self.local_steps, strategy.seed, self.is_sync_step)
+            ArrivalOrderWorkers(self.worker_gradients, strategy.seed, self.is_sync_step)
             if isinstance(strategy, ADPSGDConfig)
-            else LockStepWorkers(self.local_steps, lost)
+            else LockStepWorkers(self.worker_gradients, lost)
         )
 
     def is_distance_due(self, step: int) -> bool:
         """Return whether the consensus distance is measured after ``step``."""
-        done, total = step + 1, self.local_steps.total_steps
+        done, total = step + 1, self.worker_gradients.total_steps
         return self.step_order.replicas_differ and (
             done % -(-total // NUM_DISTANCE_SAMPLES) == 0 or done == total
         )
@@ -162,12 +162,12 @@ class _VirtualRun:
     def is_evaluation_due(self, step: int) -> bool:
         """Return whether the models are evaluated after ``step``."""
         done = step + 1
-        every = self._train.eval_every or self.local_steps.epoch_steps
-        return done % every == 0 or done == self.local_steps.total_steps
+        every = self._train.eval_every or self.worker_gradients.epoch_steps
+        return done % every == 0 or done == self.worker_gradients.total_steps
 
     def is_sync_step(self, step: int) -> bool:
         """Return whether ranks wait for each other after ``step``: to evaluate or end an epoch."""
-        return self.is_evaluation_due(step) or (step + 1) % self.local_steps.epoch_steps == 0
+        return self.is_evaluation_due(step) or (step + 1) % self.worker_gradients.epoch_steps == 0
 
     @torch.no_grad()
     def evaluate(self, done: int) -> EvalDone:
@@ -175,15 +175,15 @@ class _VirtualRun:
 
         Where replicas differ, each worker also evaluates its own on its share of the test data.
         """
-        local_steps, precision = self.local_steps, self._train.precision
-        test = local_steps.prepared.test_source
+        worker_gradients, precision = self.worker_gradients, self._train.precision
+        test = worker_gradients.prepared.test_source
         all_indices = np.arange(test.num_samples)
         local_sums = torch.zeros(3, dtype=torch.float64)
         replicas_differ = self.step_order.replicas_differ
         if replicas_differ:
             for worker, module in enumerate(self._stack.modules):
                 local_sums += sum_metrics(
-                    module, test, all_indices[worker :: local_steps.workers], precision
+                    module, test, all_indices[worker :: worker_gradients.workers], precision
                 )
         means = self.step_order.means()
         copy_means_(self._mean, means, self._stack)
@@ -194,7 +194,7 @@ class _VirtualRun:
         local_loss, local_accuracy = (local_sums[:2] / local_sums[2:].clamp(min=1)).tolist()
         return EvalDone(
             step=done,
-            epoch=(done - 1) // local_steps.epoch_steps,
+            epoch=(done - 1) // worker_gradients.epoch_steps,
             loss=loss,
             accuracy=accuracy,
             local_loss=local_loss if replicas_differ else None,
@@ -203,14 +203,14 @@ class _VirtualRun:
         )
 
     def _reestimate(self, done: int) -> None:
-        local_steps = self.local_steps
-        seed, workers = local_steps.config.run.seed, local_steps.workers
+        worker_gradients = self.worker_gradients
+        seed, workers = worker_gradients.config.run.seed, worker_gradients.workers
         compute_batch_statistics(
             self._mean,
-            StatisticsSampling(self._train, local_steps.prepared.source, seed, done, workers),
+            StatisticsSampling(self._train, worker_gradients.prepared.source, seed, done, workers),
             range(workers),
             lambda inputs: forward_in_precision(
-                self._train.precision, self._mean, inputs.to(local_steps.device)
+                self._train.precision, self._mean, inputs.to(worker_gradients.device)
             ),
         )
 

@@ -123,8 +123,8 @@ class Gossip(LocalModelStrategy):
         )
         self._group = group
         # Ranks that mix gradients or share a model must skip a step together.
-        self.steps_are_local = (
-            self.steps_are_local and group.width == 1 and not self._config.mixes_gradients
+        self.ranks_step_independently = (
+            self.ranks_step_independently and group.width == 1 and not self._config.mixes_gradients
         )
         self._consensus = ConsensusController(
             self._config, self._mixers, self._transport, self._executor
@@ -327,7 +327,7 @@ class Gossip(LocalModelStrategy):
         updates = self._may_update and self.is_finite()
         if updates:
             self._update(index)
-        if updates or self.steps_are_local:
+        if updates or self.ranks_step_independently:
             self._start_round(index)
 
     def _update(self, index: int) -> None:

@@ -37,7 +37,7 @@ class Sharded:
     """Unshards parameters before use and reduces gradients as they arrive, as the plan says."""
 
     replicas_differ = False
-    steps_are_local = False
+    ranks_step_independently = False
 
     def __init__(
         self,

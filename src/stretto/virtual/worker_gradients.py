@@ -1,6 +1,7 @@
-"""Local steps of virtual workers: samples, forward and backward of every worker.
+"""Gradients of virtual workers: samples, forward and backward of every worker.
 
-`LocalSteps` runs one worker after another. On a GPU, small models leave the device idle between
+`WorkerGradients` does it for one worker. `LockStepWorkers` calls it for one worker after another,
+then makes one update of all replicas. On a GPU, small models leave the device idle between
 kernel launches. So `CapturedStep` records the forward and backward of all workers once, spread
 over several streams. Every later step replays the record with new samples in the same buffers.
 """
@@ -26,7 +27,7 @@ WorkerBatch = tuple[Tensor, Tensor]
 """Inputs and targets of one worker in one step."""
 
 
-class LocalSteps:
+class WorkerGradients:
     """All workers with their modules and their shares of the data."""
 
     def __init__(
@@ -72,7 +73,7 @@ class LocalSteps:
         return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
 
     def accumulate_gradients(
-        self, step: int, worker: int, part: WorkerBatch, num_samples: int
+        self, step: int, worker: int, worker_batch: WorkerBatch, num_samples: int
     ) -> float:
         """Add one worker's gradients to those of its replica; return the sum of its losses.
 
@@ -80,7 +81,7 @@ class LocalSteps:
         of all workers in the step. So the mean gradient over replicas is that of the global batch.
         """
         train = self.config.train
-        inputs, targets = part
+        inputs, targets = worker_batch
         sizes = train.micro_batch_sizes(len(inputs), self.workers)
         total = 0.0
         micro_batches = zip(inputs.split(sizes), targets.split(sizes), strict=True)
@@ -166,15 +167,18 @@ class CapturedStep:
     """The recorded forward and backward of all workers, for steps of one batch size."""
 
     def __init__(
-        self, local_steps: LocalSteps, parts: Sequence[WorkerBatch], recorder: Recorder
+        self,
+        worker_gradients: WorkerGradients,
+        worker_batches: Sequence[WorkerBatch],
+        recorder: Recorder,
     ) -> None:
-        """Record a step; ``parts`` gives the shapes of the workers' batches."""
-        self._local_steps, self._stack = local_steps, local_steps.stack
-        self._inputs = [inputs.clone() for inputs, _ in parts]
-        self._targets = [targets.clone() for _, targets in parts]
+        """Record a step; ``worker_batches`` gives the shapes of the workers' batches."""
+        self._worker_gradients, self._stack = worker_gradients, worker_gradients.stack
+        self._inputs = [inputs.clone() for inputs, _ in worker_batches]
+        self._targets = [targets.clone() for _, targets in worker_batches]
         self._num_samples = sum(len(inputs) for inputs in self._inputs)
         device = self._inputs[0].device
-        self._losses = torch.zeros(len(parts), dtype=torch.float64, device=device)
+        self._losses = torch.zeros(len(worker_batches), dtype=torch.float64, device=device)
         buffers = [buffer for module in self._stack.modules for buffer in module.buffers()]
         saved = [buffer.clone() for buffer in buffers]
         self._replay = recorder(self._lanes())
@@ -182,14 +186,16 @@ class CapturedStep:
         for buffer, value in zip(buffers, saved, strict=True):
             buffer.copy_(value)
 
-    def fits(self, parts: Sequence[WorkerBatch]) -> bool:
+    def fits(self, worker_batches: Sequence[WorkerBatch]) -> bool:
         """Return whether every worker has as many samples as in the recorded step."""
-        return [len(inputs) for inputs, _ in parts] == [len(inputs) for inputs in self._inputs]
+        return [len(inputs) for inputs, _ in worker_batches] == [
+            len(inputs) for inputs in self._inputs
+        ]
 
-    def accumulate_gradients(self, parts: Sequence[WorkerBatch]) -> float:
-        """Replace the gradients of all replicas by those of ``parts``; return the sum of losses."""
-        torch._foreach_copy_(self._inputs, [inputs for inputs, _ in parts])
-        torch._foreach_copy_(self._targets, [targets for _, targets in parts])
+    def accumulate_gradients(self, worker_batches: Sequence[WorkerBatch]) -> float:
+        """Replace all replicas' gradients by those of the batches; return the sum of losses."""
+        torch._foreach_copy_(self._inputs, [inputs for inputs, _ in worker_batches])
+        torch._foreach_copy_(self._targets, [targets for _, targets in worker_batches])
         self._stack.rows.clear_gradients()
         self._replay()
         return float(self._losses.sum())
@@ -209,9 +215,9 @@ class CapturedStep:
         return run_lane
 
     def _run_worker(self, worker: int) -> None:
-        train, module = self._local_steps.config.train, self._stack.modules[worker]
+        train, module = self._worker_gradients.config.train, self._stack.modules[worker]
         inputs, targets = self._inputs[worker], self._targets[worker]
-        sizes = train.micro_batch_sizes(len(inputs), self._local_steps.workers)
+        sizes = train.micro_batch_sizes(len(inputs), self._worker_gradients.workers)
         total = torch.zeros_like(self._losses[worker])
         for micro_inputs, micro_targets in zip(
             inputs.split(sizes), targets.split(sizes), strict=True
