@@ -53,7 +53,7 @@ def _examine(run_and_overrides: Sequence[str], patience_s: float) -> "list[Findi
     from stretto.cluster.detect import describe_detection, detect_world
     from stretto.config import load
     from stretto.doctor.checks import run_checks
-    from stretto.doctor.examine import examine, requirements_of
+    from stretto.doctor.gather_facts import gather_facts, requirements_of
     from stretto.recipes import load_run
     from stretto.run import RunConfig
 
@@ -72,7 +72,7 @@ def _examine(run_and_overrides: Sequence[str], patience_s: float) -> "list[Findi
     world = detect_world()
     # Rank 0 alone writes checkpoints, so it alone builds the model to know their size.
     requirements = requirements_of(config, model_is_known=run is not None and world.rank == 0)
-    examination = examine(world, describe_detection(), requirements, patience_s)
+    examination = gather_facts(world, describe_detection(), requirements, patience_s)
     return run_checks(examination) if examination else []
 
 

@@ -4,8 +4,8 @@ Ranks join the store, agree on who is present, probe each other's ports and send
 the coordinator, the lowest rank that is present.
 
 Every wait polls until a deadline, and no call asks the store for a key that may be missing. A store
-that stops answering still blocks a call. `stretto.doctor.examine` therefore runs all of this in a
-thread that it can abandon.
+that stops answering still blocks a call. `stretto.doctor.gather_facts` therefore runs all of this
+in a thread that it can abandon.
 """
 
 import json

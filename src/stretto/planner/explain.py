@@ -12,6 +12,8 @@ from stretto.units import format_bytes, format_s
 GIB = 1 << 30
 _MIN_WORTHWHILE_SHARE = 0.01
 """Memory is short if twice the memory would save at least this share of a step, by its duals."""
+_NEGLIGIBLE_GAP = 5e-4
+"""A plan that takes this share more than the bound, or less, is shown as one at the bound."""
 HEADERS = ("unit", "bytes", "kept as", "blocks", "on the link", "why")
 
 
@@ -47,9 +49,16 @@ def summary_line(planned: PlanningResult) -> str:
     gain = planned.greedy_s / planned.step_s - 1
     greedy = f"; {gain:.1%} faster than without the solver" if gain > 5e-4 else ""
     barrier = "; all gradients are there before the update" if planned.plan.barrier else ""
+    step, bound = format_s(planned.step_s), format_s(planned.bound_s)
+    if planned.gap < _NEGLIGIBLE_GAP:
+        bounded = f"a step takes {step}, and no plan can take less"
+    else:
+        bounded = (
+            f"a step takes {step}; no plan can take less than {bound}, and this one takes "
+            f"{planned.gap:.1%} more"
+        )
     return (
-        f"a step takes {format_s(planned.step_s)}; no plan can take less than "
-        f"{format_s(planned.bound_s)}, and this one takes {planned.gap:.1%} more"
+        f"{bounded}"
         f"{greedy}{barrier}; a rank keeps "
         f"{format_bytes(planned.peak_bytes)} of {format_bytes(planned.memory_limit)}"
     )

@@ -210,9 +210,9 @@ class FiniteCheck:
         self._losses_are_finite = self._consensus.is_finite()
         is_finite = self._losses_are_finite and step not in self._steps_to_skip
         sync_result = self._parts.strategy.after_backward(update=is_finite)
-        return sync_result if is_finite and self._gradients_are_finite(sync_result) else None
+        return sync_result if is_finite and self._unscale_and_check(sync_result) else None
 
-    def _gradients_are_finite(self, sync_result: StepGradients) -> bool:
+    def _unscale_and_check(self, sync_result: StepGradients) -> bool:
         """Unscale the gradients and return whether they are finite on all ranks.
 
         If the strategy has already applied them, there is nothing to check; the next loss will show

@@ -14,12 +14,12 @@ import stretto
 from stretto.cluster.store import serve_store
 from stretto.cluster.world import Mesh, StoreAddress, World
 from stretto.config import load
-from stretto.doctor import examine
 from stretto.doctor import exchange_facts as attend
+from stretto.doctor import gather_facts
 from stretto.doctor import local_facts as facts
 from stretto.doctor import local_facts as network
 from stretto.doctor.checks import run_checks
-from stretto.doctor.examine import (
+from stretto.doctor.gather_facts import (
     CHECKPOINTS_ON_DISK,
     DEFAULT_REQUIRED_BYTES,
     checkpoint_bytes,
@@ -136,29 +136,31 @@ def test_without_a_run_file_a_gigabyte_is_asked_for():
 
 
 def test_a_rank_alone_examines_itself(requirements):
-    seen = examine.examine(ALONE, "because", requirements, patience_s=5)
+    seen = gather_facts.gather_facts(ALONE, "because", requirements, patience_s=5)
     assert (seen.present_ranks, set(seen.facts), set(seen.probe_reports)) == ((0,), {0}, {0})
 
 
 def test_a_rank_that_cannot_reach_the_store_says_where_it_tried_and_what_to_do(requirements):
     port = no_port()
     with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port} over lo .* refused; .* open TCP"):
-        examine.examine(rank_of_two(1, port), "because", requirements, patience_s=0.2)
+        gather_facts.gather_facts(rank_of_two(1, port), "because", requirements, patience_s=0.2)
 
 
 def test_rank_0_reports_an_unreachable_store_as_a_finding_with_its_own_facts(requirements):
-    seen = examine.examine(rank_of_two(0, no_port()), "because", requirements, patience_s=0.2)
+    seen = gather_facts.gather_facts(
+        rank_of_two(0, no_port()), "because", requirements, patience_s=0.2
+    )
     failed = [found.check for found in run_checks(seen) if found.status == "FAIL"]
     assert failed == ["rendezvous"]
 
 
 def test_a_store_that_accepts_and_never_answers_does_not_hold_us(requirements, monkeypatch):
-    monkeypatch.setattr(examine, "AFTER_RENDEZVOUS_S", 0.5)
+    monkeypatch.setattr(gather_facts, "AFTER_RENDEZVOUS_S", 0.5)
     began_s = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         world = rank_of_two(1, deaf.getsockname()[1])
         with pytest.raises(LaunchError, match="rank 1 is stuck while joining the store"):
-            examine.examine(world, "because", requirements, patience_s=1.0)
+            gather_facts.gather_facts(world, "because", requirements, patience_s=1.0)
     assert time.monotonic() - began_s < 10
 
 
@@ -168,7 +170,7 @@ def test_a_second_process_of_the_same_rank_is_refused_and_told(requirements, sto
     doctor_store = attend.open_doctor_store(world, own, time.monotonic() + 5)
     assert doctor_store.add("claim/1") == 1
     with pytest.raises(LaunchError, match="rank 1 is there twice"):
-        examine.examine(world, "because", requirements, patience_s=0.5)
+        gather_facts.gather_facts(world, "because", requirements, patience_s=0.5)
     assert f"process {os.getpid()}" in doctor_store.read("double/1")
 
 
@@ -176,6 +178,6 @@ def test_a_defect_of_ours_is_not_taken_for_one_of_the_machine(requirements, monk
     def fail(*_arguments, **_named):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(examine, "collect_facts", fail)
+    monkeypatch.setattr(gather_facts, "collect_facts", fail)
     with pytest.raises(ZeroDivisionError):
-        examine.examine(ALONE, "because", requirements, patience_s=5)
+        gather_facts.gather_facts(ALONE, "because", requirements, patience_s=5)

@@ -1,7 +1,7 @@
 import pytest
 
 from stretto.data import ImagesConfig
-from stretto.doctor.examine import requirements_of
+from stretto.doctor.gather_facts import requirements_of
 from stretto.run import RunConfig
 
 

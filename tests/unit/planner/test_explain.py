@@ -1,6 +1,7 @@
 """The explanation of a plan: a reason for every unit, and the value of memory."""
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -132,11 +133,19 @@ def test_the_fullest_slot_is_that_of_the_highest_curve_value():
 
 def test_the_summary_has_time_bound_and_memory():
     planned = planned_for("gpt_80")
-    line = explain(planned, profiles()["gpt_80"]).summary_line
+    above_bound = replace(planned, bound_s=planned.step_s / 1.25)
+    line = explain(above_bound, profiles()["gpt_80"]).summary_line
     assert f"a step takes {planned.step_s * 1e3:.3g} ms" in line
-    assert f"this one takes {planned.gap:.1%} more" in line
-    assert f"no plan can take less than {planned.bound_s * 1e3:.3g} ms" in line
+    assert f"no plan can take less than {planned.step_s / 1.25 * 1e3:.3g} ms" in line
+    assert "this one takes 25.0% more" in line
     assert f"{planned.peak_bytes / 1e9:.3g} GB of {planned.memory_limit / 1e9:.3g} GB" in line
+
+
+def test_the_summary_of_a_plan_at_its_bound_says_only_that():
+    planned = planned_for("gpt_80")
+    line = explain(replace(planned, bound_s=planned.step_s), profiles()["gpt_80"]).summary_line
+    assert f"a step takes {planned.step_s * 1e3:.3g} ms, and no plan can take less;" in line
+    assert "more" not in line
 
 
 def test_units_used_often_are_explained_as_such():

@@ -1,8 +1,8 @@
-"""Run the whole examination of the doctor within a time limit.
+"""Gather the facts of all ranks within a time limit; `stretto.doctor.checks` checks them.
 
-It runs in a daemon thread that may be abandoned: a disk on a dead server or a stopped store blocks
-the calling thread, and no time-out of ours applies there. The main thread then reports what is
-known so far.
+The work is done in a daemon thread that may be abandoned: a disk on a dead server or a stopped
+store blocks the calling thread, and no time-out of ours applies there. The main thread then reports
+what is known so far.
 """
 
 import threading
@@ -88,10 +88,10 @@ class _Progress:
         self.activity = activity
 
 
-def examine(
+def gather_facts(
     world: World, detected_by: str, requirements: RunRequirements, patience_s: float
 ) -> Examination | None:
-    """Examine this rank and its peers; return all facts on the coordinator, None on other ranks.
+    """Collect and exchange facts; return those of all ranks on the coordinator, None elsewhere.
 
     All ranks of ``world`` call it together. The coordinator is the lowest rank that came.
 
@@ -106,7 +106,7 @@ def examine(
     """
     progress = _Progress()
     thread = threading.Thread(
-        target=_run_examination,
+        target=_run_gathering,
         args=(progress, world, detected_by, requirements, patience_s),
         name="stretto-doctor",
         daemon=True,
@@ -123,7 +123,7 @@ def examine(
     raise failure
 
 
-def _run_examination(
+def _run_gathering(
     progress: _Progress,
     world: World,
     detected_by: str,
@@ -131,7 +131,9 @@ def _run_examination(
     patience_s: float,
 ) -> None:
     try:
-        _examine_rank(progress, world, detected_by, requirements, time.monotonic() + patience_s)
+        _gather_and_exchange(
+            progress, world, detected_by, requirements, time.monotonic() + patience_s
+        )
     except RuntimeError as lost:  # raised by torch's store
         first_line = str(lost).partition("\n")[0]
         progress.failure = LaunchError(
@@ -144,7 +146,7 @@ def _run_examination(
         progress.done.set()
 
 
-def _examine_rank(
+def _gather_and_exchange(
     progress: _Progress,
     world: World,
     detected_by: str,
