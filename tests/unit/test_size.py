@@ -10,7 +10,8 @@ import pytest
 from tools.size import ROOT, Measured, measure, percentile, python_files
 
 SOURCE = ROOT / "src" / "stretto"
-MOST_FILES = 260
+MOST_FILES = 270
+"""260 without step programs, which came as ten files; strategies move onto them one by one."""
 SMALL_MODULE_LINES = 60
 MOST_SMALL_MODULES = 25
 
@@ -66,7 +67,7 @@ def small_modules(paths: list[Path]) -> list[str]:
     ]
 
 
-def test_the_source_has_at_most_260_files():
+def test_the_source_has_at_most_this_many_files():
     assert len(list(SOURCE.rglob("*.py"))) <= MOST_FILES
 
 

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from stretto.cluster.world import Mesh
 from stretto.collectives.codecs import WIRE_DTYPES
 from stretto.comm.collective_executor import CollectiveExecutor
-from stretto.comm.shard_layout import ALIGN, make_unit_layout
+from stretto.comm.shard_layout import ALIGN, UnitLayout, make_unit_layout
 from stretto.comm.transport import Transport, all_gather_text
 from stretto.errors import ConfigError, StrettoError
 from stretto.planner.check import check
 from stretto.planner.explain import summary_line
 from stretto.planner.model_units import ModelUnit
-from stretto.planner.plan import Plan
+from stretto.planner.plan import Plan, Unit
 from stretto.planner.planner import make_plan
 from stretto.planner.profile import Profile, read_profile
 from stretto.planner.timing import check_same_units
@@ -250,13 +250,17 @@ def _shard_unit(
     model_dtype = unit.parameters[0].dtype
     compute = WIRE_DTYPES[config.parameters] or model_dtype
     dtypes = UnitDtypes(compute, WIRE_DTYPES[config.wire] or compute, _update_dtype(model_dtype))
-    ranks, rank, grain = transport.size, transport.rank, ALIGN
-    if planned.in_host:
-        hosts, ranks = transport.mesh.hosts, _per_host(transport.mesh)
-        rank, grain = rank % ranks, grain * hosts
-    layout = make_unit_layout([p.numel() for p in unit.parameters], planned.blocks, ranks, grain)
+    layout = layout_of(planned, [p.numel() for p in unit.parameters], transport.mesh)
+    rank = transport.rank % layout.ranks
     sharded_unit = ShardedUnit(unit.parameters, layout, planned, rank, dtypes, memory_tracker)
     return UnitState(sharded_unit, GradientInput(sharded_unit), unit.always_active)
+
+
+def layout_of(planned: Unit, numels: Sequence[int], mesh: Mesh) -> UnitLayout:
+    """Return the layout of a unit with tensors of ``numels`` elements on ``mesh``."""
+    if planned.in_host:
+        return make_unit_layout(numels, planned.blocks, _per_host(mesh), ALIGN * mesh.hosts)
+    return make_unit_layout(numels, planned.blocks, mesh.size)
 
 
 def _per_host(mesh: Mesh) -> int:

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from stretto.cluster.world import Mesh
 from stretto.collectives.algorithm_table import parse_algorithm
 from stretto.collectives.algorithms import (
     ALL_GATHER,
@@ -26,6 +28,7 @@ from stretto.comm.transport import (
     all_gather_text,
     all_reduce_small_,
 )
+from stretto.planner.plan import Unit
 from stretto.strategies.sharded.config import AUTO
 from stretto.strategies.sharded.sharded_unit import ShardedUnit
 
@@ -58,6 +61,7 @@ class ShardCollectives:
         self._bound_schedules = self._bind_schedules()
 
     def _bind_schedules(self) -> dict[tuple[int, int], tuple[BoundSchedule, BoundSchedule]]:
+        schedules = ShardSchedules(self._mesh, self._algorithm)
         jobs: list[tuple[Schedule, Tensor]] = []
         keys: list[tuple[int, int]] = []
         for index, unit in enumerate(self._units):
@@ -67,16 +71,12 @@ class ShardCollectives:
                 lane = len(keys) % NUM_LANES
                 keys.append((index, block))
                 full_block = unit.full_block(block)
-                jobs.append(
-                    (self._assign_lane(self._reduce_schedule(unit, gradient), lane), gradient)
-                )
-                jobs.append(
-                    (self._assign_lane(self._unshard_schedule(unit, full_block), lane), full_block)
-                )
+                jobs.append((schedules.reduce(unit, gradient.nbytes, lane), gradient))
+                jobs.append((schedules.unshard(unit, full_block.nbytes, lane), full_block))
         if not jobs:
             return {}
-        schedules, tensors = zip(*jobs, strict=True)
-        bound_schedules = iter(self._executor.prepare_all(schedules, tensors))
+        prepared, tensors = zip(*jobs, strict=True)
+        bound_schedules = iter(self._executor.prepare_all(prepared, tensors))
         return {key: (next(bound_schedules), next(bound_schedules)) for key in keys}
 
     def reduce(self, unit: int, block: int) -> Work:
@@ -133,34 +133,48 @@ class ShardCollectives:
 
         return all_reduce_small
 
-    def _reduce_schedule(self, unit: ShardedUnit, tensor: Tensor) -> Schedule:
-        name, parts = self._choose_algorithm(tensor)
-        if unit.in_host:
-            return HOST_REDUCE_SCATTER["ring"](self._mesh, parts)
-        if unit.sharding.shards_optimizer:
-            return REDUCE_SCATTER[name](self._mesh, parts)
-        return ALLREDUCE["hierarchical" if name == "hierarchical" else "ring"](self._mesh, parts)
 
-    def _unshard_schedule(self, unit: ShardedUnit, tensor: Tensor) -> Schedule:
-        name, parts = self._choose_algorithm(tensor)
-        if unit.in_host:
-            return HOST_ALL_GATHER["ring"](self._mesh, parts)
-        return ALL_GATHER[name](self._mesh, parts)
+@dataclass(frozen=True, slots=True)
+class ShardSchedules:
+    """The schedules of blocks on a mesh, by the algorithm of the settings."""
 
-    def _choose_algorithm(self, tensor: Tensor) -> tuple[str, int]:
-        if self._algorithm != AUTO:
-            return parse_algorithm(self._algorithm, REDUCE_SCATTER)
+    mesh: Mesh
+    algorithm: str
+
+    def reduce(self, unit: Unit | ShardedUnit, num_bytes: int, lane: int) -> Schedule:
+        """Return the schedule that sums a block's gradients of ``num_bytes``."""
+        name, parts = self._choose_algorithm(num_bytes)
+        if unit.in_host:
+            schedule = HOST_REDUCE_SCATTER["ring"](self.mesh, parts)
+        elif unit.sharding.shards_optimizer:
+            schedule = REDUCE_SCATTER[name](self.mesh, parts)
+        else:
+            all_reduce = "hierarchical" if name == "hierarchical" else "ring"
+            schedule = ALLREDUCE[all_reduce](self.mesh, parts)
+        return self._assign_lane(schedule, lane)
+
+    def unshard(self, unit: Unit | ShardedUnit, num_bytes: int, lane: int) -> Schedule:
+        """Return the schedule that gathers a block's parameters of ``num_bytes``."""
+        name, parts = self._choose_algorithm(num_bytes)
+        if unit.in_host:
+            schedule = HOST_ALL_GATHER["ring"](self.mesh, parts)
+        else:
+            schedule = ALL_GATHER[name](self.mesh, parts)
+        return self._assign_lane(schedule, lane)
+
+    def _choose_algorithm(self, num_bytes: int) -> tuple[str, int]:
+        if self.algorithm != AUTO:
+            return parse_algorithm(self.algorithm, REDUCE_SCATTER)
         if not self._is_nested:
             return "ring", 1
-        return "hierarchical", 2 if tensor.nbytes >= _SPLIT_BYTES else 1
+        return "hierarchical", 2 if num_bytes >= _SPLIT_BYTES else 1
 
     @property
     def _is_nested(self) -> bool:
-        even = len(set(self._mesh.ranks_per_host)) == 1
-        return even and self._mesh.hosts > 1 and self._mesh.ranks_per_host[0] > 1
+        even = len(set(self.mesh.ranks_per_host)) == 1
+        return even and self.mesh.hosts > 1 and self.mesh.ranks_per_host[0] > 1
 
     def _assign_lane(self, schedule: Schedule, lane: int) -> Schedule:
         """Move a schedule to ``lane`` if it is a plain ring that the automatic choice picked."""
-        return (
-            schedule if self._is_nested or self._algorithm != AUTO else move_to_lane(schedule, lane)
-        )
+        keeps_lanes = self._is_nested or self.algorithm != AUTO
+        return schedule if keeps_lanes else move_to_lane(schedule, lane)

@@ -1,0 +1,1 @@
+"""Step programs: what every rank does around a training step, verified before anything runs."""
