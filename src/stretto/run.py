@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import nn
 
-from stretto.cluster.world import World
+from stretto.cluster.world import Mesh, World
 from stretto.collectives.codecs import parse_wire
 from stretto.comm.transport import Transport
 from stretto.config import Config, LoadedConfig, set_derived_values
@@ -21,6 +21,8 @@ from stretto.data import DataConfig, ImageFolder, SampleSource, ShapesConfig, op
 from stretto.errors import ConfigError, StrettoError
 from stretto.models import CNNConfig, ModelConfig, build_model, per_sample_loss, seeded_rng
 from stretto.optim import (
+    LAMBConfig,
+    LARSConfig,
     LearningRateSchedule,
     OptimConfig,
     SGDConfig,
@@ -30,6 +32,8 @@ from stretto.optim import (
 from stretto.optim.configs import LearningRateConfig
 from stretto.planner.model_units import called_modules
 from stretto.planner.profile import Profile
+from stretto.program.lowering import ProgramInputs
+from stretto.program.step_program import StepProgram
 from stretto.strategies import (
     ADPSGD,
     AllReduceConfig,
@@ -46,6 +50,7 @@ from stretto.strategies import (
 )
 from stretto.strategies.group_trust_ratios import GroupTrustRatioNorms, check_norm_groups
 from stretto.strategies.local_state import LocalModelStrategy
+from stretto.strategies.programs import lower
 from stretto.strategies.sharded.config import unit_bytes
 from stretto.telemetry.events import Event
 from stretto.telemetry.sinks import write_atomically
@@ -151,6 +156,23 @@ def prepare(config: RunConfig) -> PreparedRun:
     if isinstance(config.strategy, ShardedConfig):
         check_estimable(config.strategy)
     return PreparedRun(source, open_sample_source(config.data, train=False), model, calls)
+
+
+def program_of(config: RunConfig, mesh: Mesh) -> StepProgram:
+    """Return the step program of a run on ``mesh``.
+
+    Raises:
+        ConfigError: The run is impossible, on these ranks or at all.
+    """
+    prepared = prepare(config)
+    inputs = ProgramInputs(
+        prepared.model,
+        mesh,
+        prepared.calls,
+        config.train.reads_gradients,
+        whole_layers=isinstance(config.optim, LARSConfig | LAMBConfig),
+    )
+    return lower(config.strategy, inputs)
 
 
 def resolve_run(

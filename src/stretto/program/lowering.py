@@ -1,11 +1,12 @@
 """What the lowerings of strategies share: their inputs, blocks of parameters, common operations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from stretto.cluster.world import Mesh
+from stretto.collectives.algorithm_table import AlgorithmTable
 from stretto.collectives.schedule import Schedule
 from stretto.program.step_program import (
     Group,
@@ -37,6 +38,8 @@ class ProgramInputs:
     """Whether ranks sum their numbers of samples, as in a user's own loop."""
     whole_layers: bool = False
     """Whether the optimizer reads whole layers (LARS, LAMB)."""
+    choose_table: Callable[[], AlgorithmTable] | None = None
+    """Returns the algorithms of averages over all ranks; None: as a run chooses them."""
 
 
 def block_of(named: Sequence[NamedParameter], unit: int) -> ParameterBlock:

@@ -20,7 +20,7 @@ operations of this step that are due are applied, also those whose gate has just
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -155,12 +155,14 @@ class Payload:
     numel: int
     element_bytes: int
     codec: Codec | None = None
+    parts: tuple[int, ...] = ()
+    """Elements of the parts that a codec encodes by themselves; empty: one part."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor; with a codec, encoded as one chunk."""
+        """Bytes of the tensor; with a codec, encoded part by part."""
         if self.codec is not None:
-            return self.codec.num_bytes([self.numel])
+            return self.codec.num_bytes(self.parts or (self.numel,))
         return self.numel * self.element_bytes
 
 
@@ -270,14 +272,16 @@ class StepProgram:
     gradients: Group | None = Group.WORLD
     """Over whom gradients are summed before the update; None: nobody."""
     mixing: Mixing | None = None
+    topology: Topology | None = None
+    """Who exchanges with whom, where peers do."""
+    group_width: int = 1
+    """Ranks of a host or group in operations inside it."""
     skips_alone: bool = False
     """Whether a rank whose loss is not finite skips the step alone; otherwise all ranks skip."""
     period: int = 1
     """Steps after which the kinds, gates and payloads of the operations repeat."""
     first_step: int = 0
     """The step from which they repeat."""
-    notes: tuple[str, ...] = field(default=())
-    """What a reader should know of it that is not in the operations."""
 
     @cached_property
     def moments(self) -> tuple[Moment, ...]:

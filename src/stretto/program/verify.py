@@ -65,7 +65,7 @@ def _check_form(program: StepProgram, sent: SentOperation) -> None:
         raise ProgramError(f"{sent}: {route.name} is for {route.size} ranks, not for {size}")
     if operation.after is not None:
         _check_after(program, sent, operation.after)
-    if _group_of_route(operation, size) not in (operation.group, None):
+    if operation.group not in _groups_of_route(program, operation):
         raise ProgramError(f"{sent}: it is for {operation.group.value}, but its messages are not")
 
 
@@ -79,18 +79,20 @@ def _check_after(program: StepProgram, sent: SentOperation, after: int) -> None:
         raise ProgramError(f"{sent}: it follows the {earlier}, of another unit")
 
 
-def _group_of_route(operation: Operation, size: int) -> Group | None:
-    """Return the group that the messages of ``operation`` connect; None if any."""
-    route = operation.route
+def _groups_of_route(program: StepProgram, operation: Operation) -> set[Group]:
+    """Return the groups that the messages of ``operation`` may connect."""
+    route, size = operation.route, program.mesh.size
     if isinstance(route, PeerRound | PairCall):
-        return Group.PEERS
+        return {Group.PEERS}
     if isinstance(route, GroupGather):
-        return Group.INSIDE
+        return {Group.INSIDE}
     if size == 1:
-        return None
+        return {Group.WORLD, Group.INSIDE}
     if route is None or route.native:
-        return Group.WORLD
-    return Group.WORLD if len(_connected(operation, size)) == size else Group.INSIDE
+        return {Group.WORLD}
+    connected = len(_connected(operation, size))
+    found = {Group.WORLD} if connected == size else set()
+    return found | ({Group.INSIDE} if connected == program.group_width else set())
 
 
 def _connected(operation: Operation, size: int) -> set[int]:

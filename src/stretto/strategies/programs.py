@@ -17,6 +17,7 @@ from stretto.collectives.codecs import WIRE_DTYPES, parse_wire
 from stretto.collectives.schedule import Schedule
 from stretto.comm.buckets import parameters_in_backward_order
 from stretto.comm.topk_all_reduce import num_kept
+from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.program.lowering import (
     SAMPLE_COUNT,
@@ -60,16 +61,25 @@ from stretto.strategies.sharded.plan_program import sharded_program
 _END, _WHOLE_UPDATE = Moment(Phase.END), Moment(Phase.UPDATE)
 
 
-def lower(config: object, inputs: ProgramInputs) -> StepProgram:
+def lower(config: Config, inputs: ProgramInputs) -> StepProgram:
     """Return the step program of a strategy's settings.
 
     Raises:
-        ConfigError: The settings do not fit the model or the mesh, or there is no lowering.
+        ConfigError: The settings do not fit the model or the mesh, or no lowering reads one.
     """
     for kind, lowering in LOWERINGS:
         if isinstance(config, kind):
+            _refuse_unread_settings(config)
             return lowering(config, inputs)
     raise ConfigError(f"{type(config).__name__} has no step program")
+
+
+def _refuse_unread_settings(config: Config) -> None:
+    """Refuse settings of a kind that is not in `READ_SETTINGS`, which no lowering knows."""
+    for name, field in type(config).model_fields.items():
+        if name not in READ_SETTINGS and getattr(config, name) != field.default:
+            value = getattr(config, name)
+            raise ConfigError(f"strategy.{name} = {value!r}: no step program reads it")
 
 
 # --- all-reduce ---
@@ -117,7 +127,7 @@ def _bucket_messages(
         yield Kind.ALL_REDUCE, Source.GRADIENT, with_flags, schedule
         return
     if wire.codec is not None:
-        payload = Payload(sum(numels), element_bytes, wire.codec)
+        payload = Payload(sum(numels), element_bytes, wire.codec, tuple(numels))
         yield Kind.ALL_REDUCE, Source.GRADIENT, payload, schedule
     if wire.kept_fraction is not None:
         entries = 2 * num_kept(sum(numels), wire.kept_fraction)
@@ -170,6 +180,7 @@ def local_program(config: LocalConfig, inputs: ProgramInputs) -> StepProgram:
         Updates.WHOLE,
         None,
         Mixing(group, source, config.every, remainders, streaming.delay),
+        config.build_topology() if isinstance(config, NoLoCoConfig) else None,
         skips_alone=True,
         period=config.every,
         first_step=config.every * -(-before // config.every),
@@ -248,3 +259,15 @@ LOWERINGS: Sequence[tuple[type, Callable[..., StepProgram]]] = (
     (ShardedConfig, sharded_program),
 )
 """The lowering of each type of settings."""
+
+READ_SETTINGS = {
+    "kind",
+    *("algorithm", "cluster", "bucket_bytes", "bucket_lengths", "wire"),
+    *("plan", "memory", "profile", "device", "prefetch", "reduce_slots", "unit", "block"),
+    *("checkpoint", "in_host", "parameters"),
+    *("topology", "peers", "segments", "delay", "every", "seed", "lanes", "groups", "mix"),
+    *("exact_every", "consensus_every", "consensus_sample", "consensus_limit"),
+    *("from_step", "fragments"),
+    *("reset_momentum", "alpha", "beta", "outer_lr", "outer_momentum"),
+}
+"""Settings that lowerings read, or that change no message: those of the outer optimizers."""

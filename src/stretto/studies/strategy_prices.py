@@ -1,50 +1,34 @@
 """Predict the time of a training step for each strategy on each number of ranks.
 
-`Predictor.price` chooses the price function of a strategy from `PRICE_FUNCTIONS`. The functions for
-strategies that sum over all ranks and for sharded runs are here; those for gossip are in
-`stretto.studies.gossip_prices`.
+`Predictor.price` lowers a strategy to its step program and prices that
+(`stretto.studies.program_prices`). A sharded run is priced by the planner's own timing of its plan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
 from stretto.bench.step import min_link_bytes
 from stretto.cluster.world import Mesh, World
 from stretto.collectives.algorithm_table import AlgorithmTable, parse_table
-from stretto.collectives.codecs import WIRE_DTYPES, parse_wire
-from stretto.comm.buckets import parameters_in_backward_order
+from stretto.collectives.codecs import parse_wire
 from stretto.errors import ConfigError, StrettoError
 from stretto.optim import LAMBConfig, LARSConfig
 from stretto.planner.presets import add_barrier
 from stretto.planner.timing import time_plan
+from stretto.program.lowering import ProgramInputs
 from stretto.run import RunConfig
 from stretto.simulator.algorithm_choice import DEFAULT_PRESET, choose_isolated_table, choose_table
 from stretto.simulator.cluster import preset
 from stretto.simulator.message_costs import LATENCY, LINK
-from stretto.simulator.peer_exchanges import pattern_of_topology
-from stretto.simulator.step_price import (
-    StepPrice,
-    price_exchanges_by_all_reduce,
-    price_peer_exchanges,
-)
-from stretto.simulator.step_timeline import Exchange, StepTimeline
-from stretto.strategies import (
-    ADPSGDConfig,
-    AllReduceConfig,
-    GossipConfig,
-    NoLoCoConfig,
-    PostLocalConfig,
-    ShardedConfig,
-)
-from stretto.strategies.allreduce import AUTO, resolve_bucket_lengths, tune_config
-from stretto.strategies.local_fragments import cut_fragments, new_flat_buffer
-from stretto.strategies.local_updates_config import AveragedConfig, LocalConfig
+from stretto.simulator.step_price import StepPrice
+from stretto.strategies import AllReduceConfig, AnyStrategyConfig, ShardedConfig
+from stretto.strategies.allreduce import AUTO, tune_config
+from stretto.strategies.local_updates_config import AveragedConfig
+from stretto.strategies.programs import lower
 from stretto.strategies.sharded.config import plan_for, unit_bytes, units_of
-from stretto.studies.gossip_prices import price_adpsgd, price_gossip
 from stretto.studies.priced_run import CostSource, PricedRun, PriceRequest, StrategyVariant
+from stretto.studies.program_prices import ProgramCosts, price_program
 
 MAX_EXACT_RANKS = 64
 """Most ranks for which algorithms are chosen exactly as the run would choose them.
@@ -57,90 +41,40 @@ _TABLE_SIZES_BYTES = (250_000, 4_000_000)
 _cached = lru_cache(maxsize=16)
 
 
-def price_allreduce(request: PriceRequest) -> StepPrice:
-    """Return the price of a step that all-reduces gradient buckets during backward.
-
-    A bucket is sent once its gradients are ready, one bucket after another. Its update waits for
-    it, and overlaps with the buckets that follow.
+def price_by_program(request: PriceRequest) -> StepPrice:
+    """Return the price of the step program of a strategy.
 
     Raises:
-        ConfigError: The size of the messages depends on the gradients (sparse codecs).
+        ConfigError: A setting does not fit these ranks, or messages depend on the gradients.
     """
-    strategy, timeline, model = request.strategy, request.timeline, request.description.model
-    assert isinstance(strategy, AllReduceConfig)
-    wire = parse_wire(strategy.wire)
-    if wire.kept_fraction is not None:
-        raise ConfigError(
-            f'strategy.wire = "{strategy.wire}": the size of its messages depends on the '
-            "gradients, so it has no price before the run"
-        )
-    chosen, table = _resolve_algorithm(strategy, request)
-    named_parameters = parameters_in_backward_order(model)
-    total = sum(p.numel() for _, p in named_parameters)
-    exchanges: list[Exchange] = []
-    ready_s, updated_elements = 0.0, 0
-    for count in resolve_bucket_lengths(chosen, model):
-        bucket, named_parameters = named_parameters[:count], named_parameters[count:]
-        ready_s = max(ready_s, timeline.gradients_ready_s(name for name, _ in bucket))
-        updated_s = 0.0 if request.reads_gradients else timeline.update_s * updated_elements / total
-        numels = [p.numel() for _, p in bucket]
-        dtype = wire.dtype or bucket[0][1].dtype
-        flag_bytes = len(bucket) * dtype.itemsize
-        payload_bytes = wire.codec.num_bytes(numels) if wire.codec else sum(numels) * dtype.itemsize
-        exchanges.append(
-            Exchange(payload_bytes + flag_bytes, ready_s, timeline.backward_s + updated_s)
-        )
-        updated_elements += sum(numels)
-    step_timeline = StepTimeline(timeline.step_s, tuple(exchanges), slowdown=timeline.slowdown)
-    return price_exchanges_by_all_reduce(step_timeline, table, request.cluster)
+    strategy, choose = _with_algorithm(request)
+    inputs = ProgramInputs(
+        request.description.model,
+        request.cluster.mesh,
+        request.description.calls,
+        request.reads_gradients,
+        choose_table=choose,
+    )
+    program = lower(strategy, inputs)
+    return price_program(program, ProgramCosts(request.timeline, request.cluster, choose))
 
 
-def price_local_averaging(request: PriceRequest) -> StepPrice:
-    """Return the price of a step, averaged over the steps from one averaging round to the next.
-
-    A round starts after an update. After ``delay`` more steps, ranks wait for its result.
-    """
+def _with_algorithm(
+    request: PriceRequest,
+) -> tuple[AnyStrategyConfig, Callable[[], AlgorithmTable]]:
+    """Return the settings with their algorithm chosen, and what chooses that of other averages."""
     strategy, mesh = request.strategy, request.cluster.mesh
-    assert isinstance(strategy, AveragedConfig)
-    step_timeline = _averaging_timeline(request, strategy, WIRE_DTYPES[strategy.wire])
     on_gpu = request.run.source.on_gpu
+    if isinstance(strategy, AllReduceConfig):
+        chosen, table = _resolve_algorithm(strategy, request)
+        return chosen, lambda: table
+    if not isinstance(strategy, AveragedConfig):
+        return strategy, lambda: _default_table(mesh)
     if strategy.algorithm != AUTO or on_gpu:
         table = strategy.table(mesh, on_gpu=on_gpu)
     else:
         table = _default_table(mesh)
-    return price_exchanges_by_all_reduce(step_timeline, table, request.cluster)
-
-
-def price_noloco(request: PriceRequest) -> StepPrice:
-    """Return the price of a step of NoLoCo, which averages in pairs and waits at once."""
-    strategy = request.strategy
-    assert isinstance(strategy, NoLoCoConfig)
-    pattern = pattern_of_topology(strategy.build_topology(), request.cluster.mesh.size)
-    return price_peer_exchanges(
-        _averaging_timeline(request, strategy, None), pattern, request.cluster
-    )
-
-
-def _averaging_timeline(
-    request: PriceRequest, strategy: LocalConfig, wire: torch.dtype | None
-) -> StepTimeline:
-    """Return the timeline of a period; for post_local, of a period after its all-reduce phase."""
-    timeline, delay = request.timeline, strategy.streaming().delay
-    fragments = cut_fragments(request.description.model, strategy.streaming().fragments)
-    every = strategy.every
-    # Rounds depend on the step number. Start after the all-reduce phase, if there is one.
-    before = strategy.from_step if isinstance(strategy, PostLocalConfig) else 0
-    first = every * -(-before // every)
-    exchanges = []
-    for step in range(every):
-        fragment_turn = strategy.fragment_turn(first + step)
-        issue_s = step * timeline.step_s + timeline.forward_start_s
-        for part, named_parameters in fragments:
-            if part == fragment_turn:
-                num_bytes = new_flat_buffer([p for _, p in named_parameters], wire).nbytes
-                due_s = issue_s + delay * timeline.step_s
-                exchanges.append(Exchange(num_bytes, issue_s, due_s, number=part))
-    return StepTimeline(every * timeline.step_s, tuple(exchanges), every, timeline.slowdown)
+    return strategy.model_copy(update={"algorithm": str(table)}), lambda: table
 
 
 def _resolve_algorithm(
@@ -214,17 +148,6 @@ def price_sharded(request: PriceRequest) -> StepPrice:
     return StepPrice(seconds, compute_s, num_bytes, bound_s, breakdown_s)
 
 
-PRICE_FUNCTIONS: Sequence[tuple[type, Callable[[PriceRequest], StepPrice]]] = (
-    (AllReduceConfig, price_allreduce),
-    (GossipConfig, price_gossip),
-    (ADPSGDConfig, price_adpsgd),
-    (AveragedConfig, price_local_averaging),
-    (NoLoCoConfig, price_noloco),
-    (ShardedConfig, price_sharded),
-)
-"""The price function of each strategy config type."""
-
-
 @dataclass(frozen=True, slots=True)
 class StrategyPrice:
     """The price of one strategy on one number of ranks."""
@@ -251,10 +174,10 @@ class Predictor:
         Raises:
             ConfigError: The run is impossible on ``mesh``, or cannot be priced before it runs.
         """
-        for config_type, price_function in PRICE_FUNCTIONS:
-            if isinstance(config.strategy, config_type):
-                return price_function(self._request(config, mesh, compute_scale))
-        raise ConfigError(f"strategy.kind = {config.strategy.kind!r} has no price yet")
+        request = self._request(config, mesh, compute_scale)
+        if isinstance(config.strategy, ShardedConfig):
+            return price_sharded(request)
+        return price_by_program(request)
 
     def _request(self, config: RunConfig, mesh: Mesh, compute_scale: float) -> PriceRequest:
         run_config = with_samples_per_rank(config, self._samples, mesh.size)

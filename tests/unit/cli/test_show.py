@@ -130,3 +130,40 @@ def test_a_topology_is_told_round_by_round_and_what_it_is_worth(capsys):
 def test_a_topology_that_cannot_be_shown_is_refused_in_words(arguments, said, capsys):
     assert main(["show", *arguments, "--collective", "gossip"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_step_of_a_strategy_is_drawn(capsys):
+    assert main(["show", "crossover:delay=1", "--ranks", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "crossover:delay=1, 4 ranks: step 1" in out
+    assert "exchange parameter 0" in out
+    assert "update" in out
+
+
+def test_a_plan_is_drawn_for_the_model_of_a_run_file(tmp_path, capsys):
+    run = tmp_path / "run.toml"
+    run.write_text('[model]\nkind = "cnn"\n')
+    file = tmp_path / "zero3.svg"
+    assert main(["show", "zero3:unit=0", "--run", str(run), "--svg", str(file)]) == 0
+    assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    capsys.readouterr()
+    assert main(["show", "zero3:unit=0", "--run", str(run), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert any("all-gather" in row["label"] for row in rows)
+    assert all(row["due"] >= row["gate"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["crossover:delai=1"], "delai"),
+        (["crossover:delay"], "expected crossover:key=value"),
+        (["sgp:topology=hypercube", "--ranks", "6"], "power of two"),
+        (["ring", "--run", "run.toml"], "--run is for strategies"),
+        (["zero2", "--ranks", "300"], "300 ranks: at most 256"),
+        (["zero2", "--run", "nowhere.toml"], "nowhere.toml"),
+    ],
+)
+def test_a_step_that_cannot_be_drawn_is_refused(arguments, said, capsys):
+    assert main(["show", *arguments]) == 2
+    assert said in capsys.readouterr().err

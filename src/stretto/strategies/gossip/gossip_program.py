@@ -40,7 +40,7 @@ def gossip_program(config: GossipConfig, inputs: ProgramInputs) -> StepProgram:
     lowering = _GossipLowering(config, inputs, cut)
     group = lowering.group
     mixes_gradients = config.mixes_gradients
-    gradients = lowering.sum_group if group.width > 1 else None
+    gradients = Group.INSIDE if group.width > 1 else None
     mixing = None
     if group.count > 1:
         source = Source.GRADIENT if mixes_gradients else Source.PARAMETER
@@ -56,11 +56,14 @@ def gossip_program(config: GossipConfig, inputs: ProgramInputs) -> StepProgram:
         inputs.mesh,
         tuple(block_of(segment, len(cut) - 1 - index) for index, segment in enumerate(cut)),
         lowering.operations,
-        Updates.WHOLE if is_whole else Updates.IN_BACKWARD,
+        Updates.WHOLE if is_whole else lowering.updates,
         gradients,
         mixing,
+        config.build_topology(),
+        group.width,
         skips_alone=group.width == 1 and not mixes_gradients,
         period=math.lcm(*periods),
+        first_step=config.every - 1,
     )
 
 
@@ -77,9 +80,9 @@ class _GossipLowering:
         self._is_whole = config.mixes_gradients or inputs.reads_gradients
 
     @property
-    def sum_group(self) -> Group:
-        """Return over whom gradients are summed, if groups have several ranks."""
-        return Group.INSIDE if self.group.count > 1 else Group.WORLD
+    def updates(self) -> Updates:
+        """Return when segments are updated, unless all are updated at once."""
+        return Updates.ON_ARRIVAL if self.group.width > 1 else Updates.IN_BACKWARD
 
     def operations(self, step: int, average_requested: bool) -> tuple[Operation, ...]:
         """Return the operations that leave in ``step``."""
@@ -136,6 +139,8 @@ class _GossipLowering:
         if config.mixes_gradients:
             return Moment(Phase.GRADIENT, index), _WHOLE_UPDATE
         gate = Moment(Phase.UPDATED) if self._is_whole else Moment(Phase.UPDATED, index)
+        if self.updates is Updates.ON_ARRIVAL and not self._is_whole:
+            gate = Moment(Phase.GRADIENT, index)
         if config.delay:
             return gate, gate._replace(later=config.delay * config.every)
         calls = self._inputs.calls or ()
@@ -162,14 +167,13 @@ class _GossipLowering:
         payload = Payload(
             sum(p.numel() for _, p in segment) + len(segment), segment[0][1].element_size()
         )
-        due = Moment(Phase.UPDATE, index)
-        if self._is_whole:
-            due = Moment(Phase.GRADIENT) if self._config.mixes_gradients else _WHOLE_UPDATE
+        is_late = self._is_whole and not self._config.mixes_gradients
+        due = _WHOLE_UPDATE if is_late else Moment(Phase.GRADIENT)
         schedule = ring_in_groups(size, self.group.width, 1 + self._lanes)
         operation = world_sum(
             Source.GRADIENT, index, payload, schedule, (Moment(Phase.GRADIENT, index), due)
         )
-        return operation._replace(group=self.sum_group)
+        return operation._replace(group=Group.INSIDE)
 
     def _group_gather(self, exchange: Operation, after: int) -> Operation:
         """Return the gather of a round's change in the group, in the parameters' own type."""
@@ -198,7 +202,8 @@ class _GossipLowering:
         """Yield the averages of all models, one for each type of parameters."""
         parameters = [p for segment in self._cut for _, p in segment]
         mesh = self._inputs.mesh
-        table = default_table(mesh, on_gpu=parameters[0].is_cuda)
+        choose = self._inputs.choose_table
+        table = choose() if choose else default_table(mesh, on_gpu=parameters[0].is_cuda)
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             numel = sum(p.numel() for p in parameters if p.dtype == dtype)
             payload = Payload(numel, torch.promote_types(dtype, torch.float32).itemsize)

@@ -78,6 +78,7 @@ def sharded_program(config: ShardedConfig, inputs: ProgramInputs) -> StepProgram
         lowering.blocks,
         every_step(operations),
         Updates.WHOLE if plan.barrier else Updates.ON_ARRIVAL,
+        group_width=max(inputs.mesh.ranks_per_host),
     )
 
 
