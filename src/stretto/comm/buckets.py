@@ -5,46 +5,9 @@ produced its last gradient, so buckets follow the order of backward.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Size and kind of one tensor, as `cut_buckets` needs them."""
-
-    num_bytes: int
-    kind: tuple[torch.dtype, torch.device]
-    """All tensors of a bucket are of one kind."""
-
-
-def cut_buckets(tensors: Sequence[TensorInfo], bucket_bytes: int) -> tuple[int, ...]:
-    """Return how many consecutive tensors go into each bucket, in the order given.
-
-    A new bucket begins at a tensor that would exceed the threshold, and where type or device
-    changes. A tensor larger than the threshold has a bucket to itself. The threshold is an eighth
-    of ``bucket_bytes`` for the first bucket and doubles with each bucket, up to ``bucket_bytes``.
-    Small first buckets start communication soon after backward begins.
-    """
-    bucket_lengths: list[int] = []
-    filled, threshold = 0, bucket_bytes / 16
-    for index, info in enumerate(tensors):
-        fits = filled + info.num_bytes <= threshold
-        if bucket_lengths and fits and info.kind == tensors[index - 1].kind:
-            bucket_lengths[-1] += 1
-            filled += info.num_bytes
-        else:
-            bucket_lengths.append(1)
-            filled, threshold = info.num_bytes, min(bucket_bytes, 2 * threshold)
-    return tuple(bucket_lengths)
-
-
-def parameters_in_backward_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters, the last used first: in reverse order of registration."""
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return trainable[::-1]
 
 
 class Bucket:

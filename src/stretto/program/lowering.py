@@ -8,6 +8,7 @@ from torch import nn
 from stretto.cluster.world import Mesh
 from stretto.collectives.algorithm_table import AlgorithmTable
 from stretto.collectives.schedule import Schedule
+from stretto.program.blocks import NamedParameter
 from stretto.program.step_program import (
     Group,
     Kind,
@@ -19,7 +20,6 @@ from stretto.program.step_program import (
     Source,
 )
 
-NamedParameter = tuple[str, nn.Parameter]
 SAMPLE_COUNT = Payload(1, 8)
 """A number of samples, as float64."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from stretto.cluster.world import Mesh
 from stretto.comm.transport import Transport
 from stretto.planner.profile import Profile
+from stretto.program.blocks import cut_fragments, cut_segments
 from stretto.strategies.adpsgd import ADPSGD, ADPSGDConfig
 from stretto.strategies.allreduce import (
     AllReduce,
@@ -26,8 +27,6 @@ from stretto.strategies.gossip.config import (
 )
 from stretto.strategies.gossip.gossip import Gossip
 from stretto.strategies.gossip.groups import HOSTS, num_groups
-from stretto.strategies.gossip.segments import cut_segments
-from stretto.strategies.local_fragments import cut_fragments
 from stretto.strategies.local_updates import LocalUpdates
 from stretto.strategies.local_updates_config import (
     AnyLocalConfig,

@@ -20,7 +20,7 @@ from stretto.cluster.world import Mesh
 from stretto.collectives.algorithm_table import parse_table
 from stretto.collectives.codecs import parse_wire
 from stretto.comm.broadcast import broadcast_
-from stretto.comm.buckets import Bucket, TensorInfo, cut_buckets, parameters_in_backward_order
+from stretto.comm.buckets import Bucket
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.reducer import (
     BucketReducer,
@@ -33,6 +33,7 @@ from stretto.comm.reducer import (
 from stretto.comm.transport import Transport
 from stretto.config import Config
 from stretto.errors import CheckpointError, ConfigError, StrettoError
+from stretto.program.blocks import TensorInfo, cut_buckets, parameters_in_backward_order
 from stretto.simulator.algorithm_choice import (
     NATIVE,
     choose_back_to_back_table,

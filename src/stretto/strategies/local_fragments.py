@@ -12,8 +12,6 @@ from stretto.collectives.schedule import Schedule, SubgroupMapping
 from stretto.comm.bound_schedule import BoundSchedule
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.transport import CompletedWork, P2POp, Transport, Work
-from stretto.errors import ConfigError
-from stretto.strategies.gossip.segments import NamedParameter, cut_segments
 from stretto.strategies.local_updates_config import OuterOptimizer
 from stretto.topology import Topology
 
@@ -118,25 +116,6 @@ class PairExchange:
     def outer_gradient(self, start: Tensor) -> Tensor:
         """Return ``start`` minus the pair's mean."""
         return start - self.buffer
-
-
-def cut_fragments(model: nn.Module, count: int) -> list[tuple[int, list[NamedParameter]]]:
-    """Return the fragments of ``model``, of about equal bytes, each with its due index.
-
-    The due index, from 0 to ``count - 1``, says when a fragment is exchanged. Parameters of
-    different types are in different fragments, so that several may share a due index.
-
-    Raises:
-        ConfigError: The model has fewer than ``count`` trainable parameters.
-    """
-    trainable = sum(p.requires_grad for p in model.parameters())
-    if trainable and count > trainable:
-        raise ConfigError(
-            f"strategy.fragments = {count}: the model has {trainable} trainable parameters, none "
-            f"of which is cut: take at most {trainable}"
-        )
-    cut = cut_segments(model, f"balanced {count}")
-    return [(index * count // len(cut), named) for index, named in enumerate(cut)]
 
 
 class Fragment:

@@ -26,13 +26,13 @@ from stretto.comm.broadcast import all_reduce_mean_, broadcast_
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.transport import Transport
 from stretto.errors import CheckpointError, TransportError
+from stretto.program.blocks import cut_fragments
 from stretto.strategies.contract import MakeOptimizer, StepGradients
 from stretto.strategies.local_fragments import (
     AllReduceExchange,
     Fragment,
     FragmentExchange,
     PairExchange,
-    cut_fragments,
     new_flat_buffer,
     shift_lanes,
 )

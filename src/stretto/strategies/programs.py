@@ -15,13 +15,12 @@ from stretto.collectives.algorithm_table import parse_table
 from stretto.collectives.algorithms import doubling, ring_all_gather
 from stretto.collectives.codecs import WIRE_DTYPES, parse_wire
 from stretto.collectives.schedule import Schedule
-from stretto.comm.buckets import parameters_in_backward_order
 from stretto.comm.topk_all_reduce import num_kept
 from stretto.config import Config
 from stretto.errors import ConfigError
+from stretto.program.blocks import NamedParameter, cut_fragments, parameters_in_backward_order
 from stretto.program.lowering import (
     SAMPLE_COUNT,
-    NamedParameter,
     ProgramInputs,
     block_of,
     every_step,
@@ -48,7 +47,7 @@ from stretto.strategies.adpsgd_averaging import PAIR_LANE
 from stretto.strategies.allreduce import AllReduceConfig, resolve_bucket_lengths, tune_config
 from stretto.strategies.gossip.config import GossipConfig
 from stretto.strategies.gossip.gossip_program import gossip_program
-from stretto.strategies.local_fragments import cut_fragments, new_flat_buffer, shift_lanes
+from stretto.strategies.local_fragments import new_flat_buffer, shift_lanes
 from stretto.strategies.local_updates_config import (
     AveragedConfig,
     LocalConfig,

@@ -22,11 +22,11 @@ from typing import NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stretto.comm.buckets import parameters_in_backward_order
 from stretto.comm.transport import all_gather_text
 from stretto.data.loader import LoadedSamples
 from stretto.errors import StrettoError
 from stretto.models import per_sample_loss
+from stretto.program.blocks import parameters_in_backward_order
 from stretto.strategies import StepGradients
 from stretto.telemetry.events import StepSkipped
 from stretto.train.run_parts import RunParts

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from stretto.cluster.world import Mesh
 from stretto.errors import ConfigError
 from stretto.optim.rules import unsqueeze_like
+from stretto.program.blocks import cut_fragments
 from stretto.strategies import (
     ADPSGDConfig,
     AllReduceConfig,
@@ -26,7 +27,6 @@ from stretto.strategies import (
 )
 from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.groups import HOSTS, group_of
-from stretto.strategies.local_fragments import cut_fragments
 from stretto.topology.round_peers import stacked_round
 from stretto.virtual.stacked_gossip import (
     StackedCodedMixing,

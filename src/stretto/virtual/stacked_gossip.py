@@ -22,10 +22,10 @@ from stretto.optim.rules import (
     multiply_,
     unsqueeze_like,
 )
+from stretto.program.blocks import cut_segments
 from stretto.strategies import GossipConfig
 from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.consensus import ConsensusConfig, distance, sample_coordinates
-from stretto.strategies.gossip.segments import cut_segments
 from stretto.topology import keyed_random as keyed
 from stretto.topology.round_peers import stacked_round
 from stretto.virtual.stacked_models import StackedModels

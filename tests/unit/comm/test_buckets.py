@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.comm.buckets import Bucket, TensorInfo, cut_buckets, parameters_in_backward_order
+from stretto.comm.buckets import Bucket
+from stretto.program.blocks import TensorInfo, cut_buckets, parameters_in_backward_order
 
 CPU = torch.device("cpu")
 FLOAT = (torch.float32, CPU)

@@ -6,9 +6,9 @@ from pydantic import Field, field_validator, model_validator
 
 from stretto.collectives.codecs import WIRE_DTYPES
 from stretto.errors import ConfigError
+from stretto.program.blocks import check_segments
 from stretto.strategies.gossip.coded_wire import CODECS, checked_wire
 from stretto.strategies.gossip.consensus import ConsensusConfig
-from stretto.strategies.gossip.segments import check_segments
 from stretto.topology import Topology, TopologySettings, make_topology
 
 

@@ -34,6 +34,7 @@ from stretto.comm.broadcast import all_reduce_mean_, broadcast_
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.p2p_executor import P2PExecutor
 from stretto.comm.transport import Transport
+from stretto.program.blocks import cut_segments
 from stretto.strategies.contract import MakeOptimizer, StepGradients
 from stretto.strategies.gossip.coded_wire import make_difference_mixer
 from stretto.strategies.gossip.config import GossipConfig
@@ -41,7 +42,7 @@ from stretto.strategies.gossip.consensus import ConsensusController
 from stretto.strategies.gossip.gradients import GradientMixer, make_segment_gradients
 from stretto.strategies.gossip.groups import GossipRoute, RankGroup, group_of
 from stretto.strategies.gossip.mixer import PushSumMixer, SegmentMixer, hook_mass
-from stretto.strategies.gossip.segments import SegmentQueue, cut_segments
+from stretto.strategies.gossip.segments import SegmentQueue
 from stretto.strategies.local_state import (
     LocalModelStrategy,
     LocalParameters,

@@ -7,7 +7,8 @@ import torch
 
 from stretto.collectives.algorithms.ring import ring_in_groups
 from stretto.collectives.codecs import WIRE_DTYPES
-from stretto.program.lowering import NamedParameter, ProgramInputs, block_of, world_sum
+from stretto.program.blocks import NamedParameter, cut_segments
+from stretto.program.lowering import ProgramInputs, block_of, world_sum
 from stretto.program.step_program import (
     ALL,
     Group,
@@ -29,7 +30,6 @@ from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.config import GossipConfig
 from stretto.strategies.gossip.consensus import sample_coordinates
 from stretto.strategies.gossip.groups import group_of
-from stretto.strategies.gossip.segments import cut_segments
 
 _END, _WHOLE_UPDATE = Moment(Phase.END), Moment(Phase.UPDATE)
 

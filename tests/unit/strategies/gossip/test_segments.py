@@ -6,7 +6,7 @@ from torch import nn
 
 from stretto.errors import ConfigError
 from stretto.models import GPTConfig, ResNetConfig, build_model
-from stretto.strategies.gossip.segments import cut_segments
+from stretto.program.blocks import cut_segments
 
 GPT = build_model(GPTConfig(blocks=3, width=16, heads=2, context=8, vocab=11), 0)
 

@@ -5,6 +5,7 @@ from torch import nn
 
 from stretto.config import load
 from stretto.errors import ConfigError
+from stretto.program.blocks import cut_fragments
 from stretto.run import RunConfig
 from stretto.strategies import (
     STRATEGIES,
@@ -13,7 +14,6 @@ from stretto.strategies import (
     PostLocalConfig,
     check_strategy,
 )
-from stretto.strategies.local_fragments import cut_fragments
 
 WRONG = {
     "rounds that fragments cannot share": (
