@@ -85,7 +85,7 @@ def test_a_single_rank_has_no_all_reduces():
 @pytest.mark.parametrize(("name", "size"), possible([2, 6, 8]))
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_no_step_is_below_its_bound(name, size, delay):
-    for per_host, rate in itertools.product((1, 2), (0.3, 1, 5)):
+    for per_host, rate in itertools.product((1, 2), (0.3, 5)):
         where = cluster(size // per_host, per_host, rate=rate * MODEL_BYTES, s_per_message=3e-5)
         priced = price_peer_exchanges(
             gossip(3, delay), pattern_of_topology(make_topology(name), size), where

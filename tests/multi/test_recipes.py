@@ -1,4 +1,4 @@
-"""Every recipe runs: 2 workers with 2 images, or 4 with 1; 3 steps at the full batch's rates."""
+"""Every recipe runs: 2 workers with 2 images, or 4 with 1 if 4 groups; 3 steps at full rates."""
 
 import copy
 import json
@@ -81,17 +81,18 @@ def test_a_recipe_trains(name, imagenet, tmp_path):
 @pytest.mark.parametrize("name", AS_THREADS)
 def test_a_recipe_trains_with_ranks_as_threads(name, imagenet, ten_classes, tmp_path):
     data = ten_classes if name == "cifar10" else imagenet
+    ranks = find_recipe(name).tables.get("strategy", {}).get("groups", 2)
     small = [f"run.folder={tmp_path}", "train.eval_every=1000", "train.save_every=1000"]
     if find_recipe(name).tables["data"].get("size", 224) > 64:
         small.append("data.size=64")
     loaded = load_run(Path(name), [*settings_for(name, data, batch=4), *small])
     prepared = prepare(loaded.config)
-    models = [copy.deepcopy(prepared.model) for _ in range(4)]
+    models = [copy.deepcopy(prepared.model) for _ in range(ranks)]
     reported = []
 
     def work(transport):
         mine = replace(prepared, model=models[transport.rank])
-        parts = assemble(loaded, mine, World(transport.rank, Mesh((4,))), transport, report)
+        parts = assemble(loaded, mine, World(transport.rank, Mesh((ranks,))), transport, report)
         train(replace(parts, checkpoints=None))
         parts.strategy.close()
 
@@ -99,6 +100,6 @@ def test_a_recipe_trains_with_ranks_as_threads(name, imagenet, ten_classes, tmp_
         reported.append(event)
 
     with closing(prepared.source), closing(prepared.test_source):
-        run_threads(4, work)
+        run_threads(ranks, work)
     losses = {event.step: event.loss for event in reported if isinstance(event, StepDone)}
     check_steps(list(losses.values()))

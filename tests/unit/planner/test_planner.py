@@ -78,7 +78,7 @@ def least_for(assigner):
     return assigner.footprints.peak(assigner.just_in_time_plan_of(assigner.least_peak_options()))
 
 
-@pytest.mark.parametrize("seed", range(1000, 1015))
+@pytest.mark.parametrize("seed", range(1000, 1006))
 def test_random_models_and_memory_limits_get_valid_plans(seed):
     assert simulate_pair(seed) == ""
 

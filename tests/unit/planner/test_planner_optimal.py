@@ -13,7 +13,7 @@ from tests.exact.problem import solve, solver_python
 
 pytestmark = pytest.mark.usefixtures("kept_solvers")
 
-SEEDS = (0, 1, 3, 4, 7, 9, 10, 11, 12, 13, 16, 18, 24, 38, 47, 48, 52, 58, 62, 63)
+SEEDS = (0, 3, 7, 10, 12, 16, 24, 47, 52, 62)
 """Instances of 2 to 6 units, with a barrier and without, that a solver proves in two seconds."""
 MEAN, WORST = 0.01, 0.05
 
