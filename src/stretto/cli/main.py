@@ -65,12 +65,16 @@ def build_app() -> App:
 def run() -> NoReturn:
     """Run one command and end the process.
 
-    A process that has used Gloo runs its exit handlers and then calls ``os._exit``. A failed run
-    may have a collective in flight, whose thread must not outlive the interpreter (see the note on
-    threads in `stretto.comm.gloo`).
+    A process that has used Gloo runs its exit handlers and then calls ``os._exit``, also after an
+    error of any kind. A failed run may have a collective in flight, whose thread must not outlive
+    the interpreter (see the note on threads in `stretto.comm.gloo`).
     """
     _print_renamed_warnings()
-    code = main()
+    try:
+        code = main()
+    except Exception:  # noqa: BLE001 - shown as the interpreter would show it
+        sys.excepthook(*sys.exc_info())
+        code = 1
     if "stretto.comm.gloo" not in sys.modules:
         sys.exit(code)
     atexit._run_exitfuncs()

@@ -47,3 +47,23 @@ def test_a_wrong_word_on_the_command_line_is_the_callers_mistake(arguments, expe
     assert done.returncode == 2
     assert expected in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_an_unexpected_error_ends_a_process_that_has_used_gloo_with_1_and_its_traceback(tmp_path):
+    """Threads of Gloo may abort a process whose interpreter ends by itself."""
+    code = (
+        "import sys; import stretto.comm.gloo; from stretto.cli import main\n"
+        "def fail(): raise ValueError('the soup is cold')\n"
+        "main.main = fail\n"
+        "import atexit; atexit.register(print, 'exit handlers ran')\n"
+        "class Late:\n"
+        "    def __del__(self): print('the interpreter ended itself')\n"
+        "late = Late()\n"
+        "main.run()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "ValueError: the soup is cold" in done.stderr
+    assert done.stdout == "exit handlers ran\n"
