@@ -20,6 +20,7 @@ from stretto.strategies import (
     ADPSGDConfig,
     AllReduceConfig,
     AnyStrategyConfig,
+    AutoConfig,
     GossipConfig,
     LocalConfig,
     NoLoCoConfig,
@@ -27,14 +28,19 @@ from stretto.strategies import (
 )
 from stretto.strategies.gossip.coded_wire import CODECS
 from stretto.strategies.gossip.groups import HOSTS, group_of
+from stretto.strategies.local_updates_config import AveragedConfig
 from stretto.topology.round_peers import stacked_round
 from stretto.virtual.stacked_gossip import (
     StackedCodedMixing,
     StackedGossip,
+    StackedGradientMixing,
     StackedMixing,
     StackedPushSum,
 )
 from stretto.virtual.stacked_models import StackedModels
+
+_EXACT_WIRES = ("own", "fp32")
+"""Types in which sums over ranks are those of virtual workers."""
 
 
 class FragmentAveraging:
@@ -51,6 +57,9 @@ class FragmentAveraging:
             _Fragment(fragment_turn, [stack.values[name] for name, _ in named])
             for fragment_turn, named in cut
         ]
+
+    def after_backward(self, step: int) -> None:
+        """Do nothing."""
 
     def before_update(self) -> None:
         """Do nothing."""
@@ -142,6 +151,10 @@ class Averaging(Protocol):
     replicas_differ: bool
     """Whether the strategy keeps replicas that may differ; true even where there is only one."""
 
+    def after_backward(self, step: int) -> None:
+        """Average the gradients of ``step``, if that is what replicas exchange."""
+        ...
+
     def before_update(self) -> None:
         """Turn the parameters into the values that the optimizer updates."""
         ...
@@ -163,6 +176,9 @@ class NoAveraging:
     def __init__(self, stack: StackedModels) -> None:
         self._stack = stack
 
+    def after_backward(self, step: int) -> None:
+        """Do nothing: the gradients are those of the whole batch."""
+
     def before_update(self) -> None:
         """Do nothing."""
 
@@ -181,7 +197,8 @@ def count_replicas(config: AnyStrategyConfig, workers: int) -> int:
         ConfigError: Virtual workers do not support these settings, or not this number of workers.
         TypeError: ``config`` is of a class for which virtual workers have no rule.
     """
-    if isinstance(config, AllReduceConfig | ShardedConfig):
+    _refuse_narrow_wire(config)
+    if isinstance(config, AllReduceConfig | ShardedConfig | AutoConfig):  # all exact
         return 1
     if isinstance(config, GossipConfig):
         _check_gossip(config)
@@ -191,12 +208,22 @@ def count_replicas(config: AnyStrategyConfig, workers: int) -> int:
     raise TypeError(_unknown_config_message(config))
 
 
+def _refuse_narrow_wire(config: AnyStrategyConfig) -> None:
+    """Refuse sums of values that are rounded on the wire: their replicas would not be rounded."""
+    settings: dict[str, str] = {}
+    if isinstance(config, AllReduceConfig | ShardedConfig | AveragedConfig):
+        settings["wire"] = config.wire
+    if isinstance(config, ShardedConfig):
+        settings["parameters"] = config.parameters
+    for name, value in settings.items():
+        if value not in _EXACT_WIRES:
+            raise ConfigError(
+                f'strategy.{name} = "{value}": virtual workers sum without rounding what ranks '
+                "send, so their result would be another; leave it out, or train ranks"
+            )
+
+
 def _check_gossip(config: GossipConfig) -> None:
-    if config.mixes_gradients:
-        raise ConfigError(
-            f'strategy.mix = "{config.mix}": virtual workers mix "parameters" after their update; '
-            "only ranks, in stretto train, can mix gradients"
-        )
     if config.groups == HOSTS:
         raise ConfigError(
             f"strategy.groups = {HOSTS!r}: virtual workers have no hosts; give a number of groups"
@@ -242,7 +269,7 @@ def build_averaging(
         return _gossip_class(config)(config, model, stack, lost)
     if isinstance(config, LocalConfig):
         return FragmentAveraging(config, model, stack, optimizer)
-    if isinstance(config, AllReduceConfig | ShardedConfig):
+    if isinstance(config, AllReduceConfig | ShardedConfig | AutoConfig):
         return NoAveraging(stack)
     raise TypeError(_unknown_config_message(config))
 
@@ -254,4 +281,6 @@ def _unknown_config_message(config: object) -> str:
 def _gossip_class(config: GossipConfig) -> type[StackedGossip]:
     if config.is_push_sum:
         return StackedPushSum
+    if config.mixes_gradients:
+        return StackedGradientMixing
     return StackedCodedMixing if config.wire in CODECS else StackedMixing

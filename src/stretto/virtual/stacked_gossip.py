@@ -116,6 +116,9 @@ class StackedGossip(ABC):
         self._rounds: list[deque[list[Tensor]]] = [deque() for _ in cut]
         self._consensus = StackedConsensus(config, self._segments)
 
+    def after_backward(self, step: int) -> None:  # noqa: B027 - most replicas keep their gradients
+        """Do nothing: the gradients stay those of each replica."""
+
     @abstractmethod
     def before_update(self) -> None:
         """Turn the parameters into the values that the optimizer updates."""
@@ -219,6 +222,31 @@ class StackedMixing(StackedGossip):
 
     def _values_to_average(self, index: int) -> list[Tensor]:
         return self._segments[index]
+
+
+class StackedGradientMixing(StackedMixing):
+    """Averages the replicas' gradients with those of peers, and never their parameters.
+
+    `stretto.strategies.gossip.gradients` does the same for one rank.
+    """
+
+    @torch.no_grad()
+    def after_backward(self, step: int) -> None:
+        """Average the gradients if ``step`` ends with a round; an exact average replaces none."""
+        if (step + 1) % self._config.every:
+            return
+        for index, segment in enumerate(self._segments):
+            peers = self._round_peers(step // self._config.every, index, segment[0])
+            gradients = [
+                value.grad
+                for value in (self._stack.values[name] for name in self._names[index])
+                if value.grad is not None
+            ]
+            changes = [self._pull_change(gradient, peers) for gradient in gradients]
+            torch._foreach_add_(gradients, changes)
+
+    def _exchange_with_peers(self, step: int) -> None:
+        """Do nothing: parameters are not exchanged."""
 
 
 class StackedCodedMixing(StackedMixing):

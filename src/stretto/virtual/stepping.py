@@ -72,6 +72,7 @@ class LockStepWorkers:
         lr = self._worker_gradients.derived.rate_at(step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        self._averaging.after_backward(step)
         if (limit := self._worker_gradients.config.train.clip_norm) is not None:
             self._stack.rows.clip_gradients_(limit)
         self._averaging.before_update()
