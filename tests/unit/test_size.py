@@ -10,8 +10,8 @@ import pytest
 from tools.size import ROOT, Measured, measure, percentile, python_files
 
 SOURCE = ROOT / "src" / "stretto"
-MOST_FILES = 272
-"""260 without step programs, which came as twelve files; strategies move onto them one by one."""
+MOST_FILES = 274
+"""260 before step programs (twelve files) and the choice of a strategy (two)."""
 SMALL_MODULE_LINES = 60
 MOST_SMALL_MODULES = 25
 

@@ -5,6 +5,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stretto.cluster.world import World
+    from stretto.run import RunConfig
+    from stretto.studies.auto_choice import AutoChoice
 
 MAX_WORKERS_PER_CORE = 16
 """More ranks than this on one machine are taken for a typing error."""
@@ -57,8 +63,16 @@ def _join(run: Path, overrides: tuple[str, ...], resume: bool) -> int:
         from stretto.launch.worker import run_worker
         from stretto.recipes import load_run
 
-    ended = run_worker(load_run(run, overrides), detect_world(), resume=resume)
+    ended = run_worker(
+        load_run(run, overrides), detect_world(), resume=resume, choose_strategy=_choose_strategy
+    )
     return STOPPED_EXIT_CODE if ended and ended.again else 0
+
+
+def _choose_strategy(config: "RunConfig", world: "World") -> "AutoChoice":
+    from stretto.studies.auto_choice import choose_strategy
+
+    return choose_strategy(config, world)
 
 
 def _launch(run: Path, overrides: tuple[str, ...], workers: int, resume: bool) -> int:

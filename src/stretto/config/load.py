@@ -203,6 +203,14 @@ def set_derived_values(
     return _validate(type(loaded.config), table, note)
 
 
+def replace_table(
+    loaded: LoadedConfig[C], key: str, content: Mapping[str, object], note: str
+) -> LoadedConfig[C]:
+    """Return a copy whose table ``key`` is ``content``, with source ``note``; validated."""
+    tree = build_tree(to_jsonable_python(content), note)
+    return _validate(type(loaded.config), {**config_tree(loaded), key: tree}, note)
+
+
 def config_tree(loaded: LoadedConfig[C]) -> SettingsTable:
     """Return the whole config as a tree whose leaves have sources."""
     return with_sources(_dump_to_table(loaded.config), loaded.source)

@@ -13,7 +13,7 @@ import torch
 from stretto.cluster.world import World
 from stretto.comm.broadcast import broadcast_text
 from stretto.comm.transport import Transport, all_gather_text, barrier
-from stretto.config import LoadedConfig
+from stretto.config import LoadedConfig, replace_table
 from stretto.data.sample_source import HostContext
 from stretto.errors import STOPPED_EXIT_CODE, ConfigError
 from stretto.launch.process_setup import LAUNCHER_NAME, exit_with_parent
@@ -37,6 +37,8 @@ from stretto.run import (
     resolve_run,
     settings_digest,
 )
+from stretto.strategies import AnyStrategyConfig, AutoConfig
+from stretto.strategies.sharded.assembly import compute_on_rank_0
 from stretto.telemetry.event_text import ranks_text
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink
@@ -56,16 +58,22 @@ _MUST_MATCH = {
 """Facts that must be equal on all ranks, and advice if they are not."""
 
 
+ChooseStrategy = Callable[[RunConfig, World], tuple[AnyStrategyConfig, str]]
+"""Returns the strategy that "auto" stands for, and the reason."""
+
+
 def run_worker(
     loaded: LoadedConfig[RunConfig],
     world: World,
     *,
     resume: bool = False,
     stream: TextIO | None = None,
+    choose_strategy: ChooseStrategy | None = None,
 ) -> RunEnded | None:
     """Train as one rank of ``world``; every rank calls this with the same run.
 
-    A job that its launcher restarted resumes by itself.
+    A job that its launcher restarted resumes by itself. ``choose_strategy`` is needed if the
+    strategy is "auto"; only rank 0 calls it.
 
     Returns:
         How the run ended; None if the resumed run was already complete.
@@ -81,6 +89,7 @@ def run_worker(
         request.defer()
         with ExitStack() as stack, report_failures(context):
             # Which ranks share a host is known only after the rendezvous.
+            loaded = _with_chosen_strategy(loaded, context, choose_strategy)
             resolved = resolve_run(loaded, context.world, prepared.model)
             ended = _run(stack, resolved, prepared, context, request, resume)
         if ended is not None and ended.again:
@@ -89,6 +98,29 @@ def run_worker(
         # Leave last: some launchers end all ranks when the first one exits.
         leave_world(context)
         return ended
+
+
+def _with_chosen_strategy(
+    loaded: LoadedConfig[RunConfig], context: WorkerContext, choose: ChooseStrategy | None
+) -> LoadedConfig[RunConfig]:
+    """Return the run with the strategy that "auto" stands for (collective).
+
+    Raises:
+        ConfigError: On all ranks, if none fits.
+    """
+    if not isinstance(loaded.config.strategy, AutoConfig):
+        return loaded
+
+    def make() -> str:
+        if choose is None:
+            raise ConfigError('strategy.kind = "auto" is for stretto train only: name a strategy')
+        strategy, reason = choose(loaded.config, context.world)
+        return json.dumps([strategy.model_dump(mode="json", exclude_none=True), reason])
+
+    content, reason = json.loads(compute_on_rank_0(make, context.transport))
+    if context.world.rank == 0:
+        context.log_line(reason)
+    return replace_table(loaded, "strategy", content, "auto")
 
 
 def _run(

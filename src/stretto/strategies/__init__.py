@@ -8,6 +8,7 @@ from torch import nn
 
 from stretto.cluster.world import Mesh
 from stretto.comm.transport import Transport
+from stretto.errors import ConfigError
 from stretto.planner.profile import Profile
 from stretto.program.blocks import cut_fragments, cut_segments
 from stretto.strategies.adpsgd import ADPSGD, ADPSGDConfig
@@ -17,6 +18,7 @@ from stretto.strategies.allreduce import (
     resolve_bucket_lengths,
     tune_config,
 )
+from stretto.strategies.auto import AutoConfig
 from stretto.strategies.contract import MakeOptimizer, StepGradients, Strategy
 from stretto.strategies.gossip.config import (
     AnyGossipConfig,
@@ -43,7 +45,7 @@ from stretto.strategies.sharded.sharded import Sharded
 from stretto.telemetry.timeline import Recorder
 
 AnyStrategyConfig = (
-    AllReduceConfig | ShardedConfig | AnyGossipConfig | ADPSGDConfig | AnyLocalConfig
+    AllReduceConfig | ShardedConfig | AnyGossipConfig | ADPSGDConfig | AnyLocalConfig | AutoConfig
 )
 StrategyConfig = Annotated[AnyStrategyConfig, Field(discriminator="kind")]
 """The configs of all strategies, tagged by ``kind``."""
@@ -61,7 +63,9 @@ STRATEGIES: dict[str, type[AnyStrategyConfig]] = {
     "diloco": DiLoCoConfig,
     "noloco": NoLoCoConfig,
 }
-"""Config class of each strategy, by the name that a user types as ``strategy.kind``."""
+"""Config class of each strategy, by the name that a user types as ``strategy.kind``.
+
+"auto" is not one of them: it is replaced by one before a run."""
 
 
 def build_strategy(
@@ -96,6 +100,11 @@ def build_strategy(
         return LocalUpdates(config, transport, recorder, loss_is_rank_mean=weigh_samples)
     if isinstance(config, AllReduceConfig):
         return AllReduce(config, transport, recorder, weigh_samples=weigh_samples)
+    if isinstance(config, AutoConfig):
+        raise ConfigError(
+            'strategy.kind = "auto": only stretto train chooses a strategy; name one here, such as '
+            "the fastest that `stretto simulate step` predicts"
+        )
     raise _unknown(config)
 
 
@@ -114,7 +123,7 @@ def check_strategy(config: AnyStrategyConfig, model: nn.Module, calls: Sequence[
     elif isinstance(config, AllReduceConfig):
         config.load_cluster_description()
         resolve_bucket_lengths(config, model)
-    elif not isinstance(config, ADPSGDConfig):
+    elif not isinstance(config, ADPSGDConfig | AutoConfig):
         raise _unknown(config)
 
 
@@ -155,6 +164,7 @@ __all__ = [
     "AllReduce",
     "AllReduceConfig",
     "AnyStrategyConfig",
+    "AutoConfig",
     "CrossoverConfig",
     "DPSGDConfig",
     "DiLoCoConfig",

@@ -7,6 +7,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from stretto.bench.step import min_link_bytes
 from stretto.cluster.world import Mesh, World
@@ -14,7 +15,9 @@ from stretto.collectives.algorithm_table import AlgorithmTable, parse_table
 from stretto.collectives.codecs import parse_wire
 from stretto.errors import ConfigError, StrettoError
 from stretto.optim import LAMBConfig, LARSConfig
+from stretto.planner.plan import Plan
 from stretto.planner.presets import add_barrier
+from stretto.planner.profile import Profile
 from stretto.planner.timing import time_plan
 from stretto.program.lowering import ProgramInputs
 from stretto.run import RunConfig
@@ -114,8 +117,24 @@ def _assumed_table(mesh: Mesh, native: bool) -> AlgorithmTable:
     )
 
 
-def price_sharded(request: PriceRequest) -> StepPrice:
-    """Return the simulated step time of a sharded run under a preset or a plan file.
+class PlannedRun(NamedTuple):
+    """The plan of a sharded run, with the profile that it is timed by."""
+
+    plan: Plan
+    profile: Profile
+    whole_layers: bool
+    """Whether the optimizer reads whole layers."""
+    before_s: float
+    """Seconds of the micro-batches before the last one, which send no messages."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients as they travel."""
+        return sum(unit.numel for unit in self.plan.units) * self.profile.gradient_bytes
+
+
+def plan_of(request: PriceRequest) -> PlannedRun:
+    """Return the plan of a sharded run under a preset or a plan file.
 
     Raises:
         ConfigError: The run has only a memory limit; its plan must be made first.
@@ -135,9 +154,14 @@ def price_sharded(request: PriceRequest) -> StepPrice:
     plan = plan_for(strategy, units, whole_layers=whole_layers, order_is_known=True)
     if request.reads_gradients:
         plan = add_barrier(plan)
-    # Micro-batches before the last one send no messages.
-    num_micro_batches = config.train.num_micro_batches(mesh.size)
-    before_s = (num_micro_batches - 1) * profile.compute_s
+    before_s = (config.train.num_micro_batches(mesh.size) - 1) * profile.compute_s
+    return PlannedRun(plan, profile, whole_layers, before_s)
+
+
+def price_sharded(request: PriceRequest) -> StepPrice:
+    """Return the simulated step time of a sharded run; raises as `plan_of` does."""
+    mesh = request.cluster.mesh
+    plan, profile, _, before_s = plan_of(request)
     checkpoints = [unit.checkpoint for unit in plan.units]
     compute_s = before_s + sum(profile.slot_seconds(checkpoints, barrier=plan.barrier))
     seconds = before_s + time_plan(plan, profile).step_s
@@ -178,6 +202,10 @@ class Predictor:
         if isinstance(config.strategy, ShardedConfig):
             return price_sharded(request)
         return price_by_program(request)
+
+    def plan(self, config: RunConfig, mesh: Mesh) -> PlannedRun:
+        """Return the plan of a sharded run on ``mesh``, and the profile that it is timed by."""
+        return plan_of(self._request(config, mesh, 1.0))
 
     def _request(self, config: RunConfig, mesh: Mesh, compute_scale: float) -> PriceRequest:
         run_config = with_samples_per_rank(config, self._samples, mesh.size)
