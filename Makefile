@@ -47,7 +47,8 @@ check: $(READY)
 # Both parts run, whatever the first one finds; either fails the target. In the first part tests
 # share the cores, so torch has one thread in each process, and time limits are doubled. Tests of a
 # file stay together, because they share fixtures.
-test: check $(EXACT)
+test:
+	@$(MAKE) --no-print-directory --jobs 2 check $(EXACT)
 	@failed=0; \
 	echo "tests beside each other"; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m "not ($(ALONE))" \

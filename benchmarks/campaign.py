@@ -16,6 +16,7 @@ CAMPAIGNS = {
     "images": ["python", "-m", "benchmarks.images"],
     "recipes": ["python", "-m", "benchmarks.recipes"],
     "plans": ["python", "-m", "benchmarks.plans"],
+    "random_plans": ["python", "-m", "benchmarks.random_plans"],
     "memory_limits": ["python", "-m", "benchmarks.memory_limits"],
     "optimality": ["python", "-m", "benchmarks.optimality"],
 }

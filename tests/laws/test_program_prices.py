@@ -34,7 +34,11 @@ def priced(run, spec, mesh=FOUR, *overrides):
     return predictor().price(variant.config, mesh)
 
 
-@pytest.mark.parametrize("name", BEFORE)
+SMOKE = ("4", "2x2", "16x8")
+"""The meshes that are compared in each test run; all seven were when prices moved to programs."""
+
+
+@pytest.mark.parametrize("name", [name for name in BEFORE if name.endswith(SMOKE)])
 def test_a_price_is_that_of_before(run, name):
     kind, spec, mesh = name.split(" | ")
     (variant,) = find_variants(run, RUNS[kind], spec)
