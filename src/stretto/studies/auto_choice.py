@@ -14,7 +14,7 @@ from stretto.errors import ConfigError, StrettoError
 from stretto.planner.memory import Footprints
 from stretto.planner.plan import Plan
 from stretto.planner.planner import make_plan
-from stretto.planner.profile import load_cluster_or_preset
+from stretto.planner.profile import load_cluster_or_preset, read_profile
 from stretto.planner.unit_choices import PlanConstraints
 from stretto.run import RunConfig
 from stretto.simulator.algorithm_choice import choose_back_to_back_table, choose_bucket_bytes
@@ -60,9 +60,11 @@ def choose_strategy(config: RunConfig, world: World) -> AutoChoice:
     chooser = _Chooser(config, auto, world)
     found = list(chooser.candidates())
     possible = [one for one in found if auto.memory is None or (one.memory or 0) <= auto.memory]
+    if not found:
+        reasons = "; ".join(f"{name}: {why}" for name, why in chooser.left_out.items())
+        raise ConfigError(f'strategy.kind = "auto": no strategy could be priced: {reasons}')
     if not possible:
-        least = min(found, key=lambda one: one.memory or 0, default=None)
-        needs = "" if least is None else f": the least is {format_bytes(least.memory or 0)}"
+        needs = f": the least is {format_bytes(min(one.memory or 0 for one in found))}"
         raise ConfigError(
             f"strategy.memory = {format_bytes(auto.memory or 0)}: no exact strategy fits{needs}; "
             "allow more, or take smaller micro-batches"
@@ -70,7 +72,10 @@ def choose_strategy(config: RunConfig, world: World) -> AutoChoice:
     fastest_s = min(one.seconds for one in possible)
     best = next(one for one in possible if one.seconds <= _SAME * fastest_s)
     others = sorted((one for one in possible if one is not best), key=lambda one: one.seconds)
-    return AutoChoice(best.strategy, _reason(best, others, auto))
+    reason = _reason(best, others, auto)
+    if chooser.left_out:
+        reason += f"; not priced: {', '.join(chooser.left_out)}"
+    return AutoChoice(best.strategy, reason)
 
 
 class _Chooser:
@@ -80,6 +85,10 @@ class _Chooser:
         self._config, self._auto, self._world = config, auto, world
         name = auto.cluster or ""
         profile = None if auto.profile is None else Path(auto.profile)
+        self._unit = None if profile is None else read_profile(profile).unit_bytes
+        """The units of a profile: its times are for these only."""
+        self.left_out: dict[str, str] = {}
+        """Why strategies could not be priced."""
         self._cluster = load_cluster_or_preset(name)
         source = CostSource(self._cluster, name, profile, auto.device)
         self._predictor = Predictor(source, world)
@@ -89,12 +98,12 @@ class _Chooser:
     def candidates(self) -> Iterator[PricedStrategy]:
         """Yield the candidates that can be priced, the simplest first."""
         strategies: list[tuple[str, AnyStrategyConfig]] = [("allreduce", self._all_reduce())]
-        strategies += [(plan, ShardedConfig(plan=plan)) for plan in _PLANS]
+        strategies += [(plan, self._preset(plan)) for plan in _PLANS]
         for name, strategy in strategies:
             try:
                 yield self._candidate(name, strategy)
-            except StrettoError:
-                continue  # such as units that the plan needs and the model has not
+            except StrettoError as reason:
+                self.left_out[name] = str(reason)
         if self._auto.memory is not None and self._world.size > 1:
             yield from self._planned(self._auto.memory)
 
@@ -126,7 +135,7 @@ class _Chooser:
 
     def _memory_of(self, strategy: AnyStrategyConfig) -> int:
         """Return the bytes of a rank: those of the plan; allreduce also keeps its buckets."""
-        sharded = strategy if isinstance(strategy, ShardedConfig) else ShardedConfig(plan="ddp")
+        sharded = strategy if isinstance(strategy, ShardedConfig) else self._preset("ddp")
         config = self._config.model_copy(update={"strategy": sharded})
         planned = self._predictor.plan(config, self._world.mesh)
         peak = Footprints(planned.profile).peak(planned.plan)
@@ -138,18 +147,22 @@ class _Chooser:
         strategy = ShardedConfig(memory=memory, cluster=auto.cluster, device=auto.device)
         if auto.profile is not None:
             strategy = ShardedConfig(memory=memory, profile=auto.profile)
-        preset = self._config.model_copy(update={"strategy": ShardedConfig()})
+        preset = self._config.model_copy(update={"strategy": self._preset("zero2")})
         planned = self._predictor.plan(preset, self._world.mesh)
         allowed = PlanConstraints(barrier=planned.plan.barrier, whole_layers=planned.whole_layers)
         try:
             result = make_plan(planned.profile, memory, allowed)
-        except ConfigError:
-            return  # the limit is too small for any plan
+        except ConfigError as reason:  # the limit is too small for any plan
+            self.left_out["a plan"] = str(reason)
+            return
         checkpoints = [unit.checkpoint for unit in result.plan.units]
         slots_s = planned.profile.slot_seconds(checkpoints, barrier=result.plan.barrier)
         compute_s = planned.before_s + sum(slots_s)
         seconds = planned.before_s + result.step_s + self._update_s(result.plan, compute_s)
         yield PricedStrategy("a plan", strategy, seconds, result.peak_bytes)
+
+    def _preset(self, plan: str) -> ShardedConfig:
+        return ShardedConfig(plan=plan, unit=self._unit)
 
     def _all_reduce(self) -> AllReduceConfig:
         """Return all-reduce with the algorithm and buckets for the described cluster."""

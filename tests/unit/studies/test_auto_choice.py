@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.cli.main import main
 from stretto.cluster.detect import detect_world
 from stretto.cluster.world import Mesh
 from stretto.config import load
@@ -67,6 +68,23 @@ def test_less_memory_takes_a_strategy_that_fits_and_no_memory_is_refused():
     least = str(refused.value).partition("the least is ")[2].partition(";")[0]
     tight = choose_strategy(run(f"strategy.memory={least.replace(' ', '')}", batch=32), where)
     assert isinstance(tight.strategy, ShardedConfig)
+
+
+def test_a_profile_gives_the_times_and_its_units(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        '[model]\nkind = "gpt"\nblocks = 3\nwidth = 128\nheads = 4\ncontext = 32\nvocab = 256\n'
+        '[strategy]\nkind = "sharded"\nunit = "200KB"\n[train]\nbatch = 32\n'
+    )
+    estimate = ["--estimate", "--cluster", CLUSTER, "--device", SLOW]
+    assert main(["profile", "run.toml", *estimate, "--out", "profile.json"]) == 0
+    choice = choose_strategy(run("strategy.profile=profile.json"), world(1, 1, 1, 1))
+    assert "zero2" in choice.reason
+    assert "not priced" not in choice.reason
+    with pytest.raises(
+        ConfigError, match="no strategy could be priced: allreduce: .*another model"
+    ):
+        choose_strategy(run("strategy.profile=profile.json", "model.width=64"), world(1, 1))
 
 
 def test_auto_needs_a_description_of_the_links():
