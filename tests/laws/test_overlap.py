@@ -12,7 +12,7 @@ from stretto.strategies import AllReduceConfig, build_strategy
 pytestmark = pytest.mark.timed
 
 FORWARD_S, BACKWARD_S = 0.02, 0.05
-LAYERS, WIDTH = 6, 64
+LAYERS, WIDTH = 4, 64
 LR = 0.01
 LAYER_BYTES = WIDTH * WIDTH * 4
 

@@ -173,6 +173,10 @@ def _empty_like(tensor: Tensor) -> Tensor:
     return empty
 
 
+MAX_ANSWERS = 10_000
+"""A forward that tests more values of meta tensors than this is taken for an endless loop."""
+
+
 class _MetaTensorMode(TorchFunctionMode):
     """Makes meta tensors take the same path through a model as real ones.
 
@@ -182,7 +186,7 @@ class _MetaTensorMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._answers_left = 10_000
+        self._answers_left = MAX_ANSWERS
 
     def __torch_function__(
         self,

@@ -81,9 +81,7 @@ def test_a_profile_gives_the_times_and_its_units(tmp_path, monkeypatch):
     choice = choose_strategy(run("strategy.profile=profile.json"), world(1, 1, 1, 1))
     assert "zero2" in choice.reason
     assert "not priced" not in choice.reason
-    with pytest.raises(
-        ConfigError, match="no strategy could be priced: allreduce: .*another model"
-    ):
+    with pytest.raises(ConfigError, match=r"no strategy could be priced: .* another model"):
         choose_strategy(run("strategy.profile=profile.json", "model.width=64"), world(1, 1))
 
 
