@@ -290,6 +290,7 @@ SHARING = ["optim.kind=lars", "optim.norm_group=2"]
         ([], 17, "at most 16 workers"),
         (["train.precision=fp16"], 4, "bf16"),
         (["strategy.wire=fp8"], 4, 'wire = "fp8": virtual workers sum'),
+        (["strategy.wire=fp32"], 4, 'wire = "fp32": virtual workers sum'),
         (["strategy.wire=topk 1%"], 4, 'wire = "topk 1%": virtual workers sum'),
         (["strategy.kind=local_sgd", "strategy.wire=bf16"], 4, 'wire = "bf16": virtual workers'),
         (["strategy.kind=sharded", "strategy.wire=bf16"], 4, 'wire = "bf16": virtual workers'),

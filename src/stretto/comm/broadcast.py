@@ -1,7 +1,7 @@
-"""Broadcasts, means and gathers of whole lists of tensors, and the broadcast of a text."""
+"""Broadcasts, means and gathers of whole lists of tensors; texts that rank 0 makes for all."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,7 +9,10 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from stretto.collectives.algorithms import broadcast
 from stretto.comm.collective_executor import execute
-from stretto.comm.transport import P2POp, Transport, all_reduce_small_
+from stretto.comm.transport import P2POp, Transport, all_gather_text, all_reduce_small_
+from stretto.errors import ConfigError
+
+_ERROR_PREFIX = "wrong: "
 
 
 @torch.no_grad()
@@ -104,3 +107,21 @@ def broadcast_text(text: str, transport: Transport) -> str:
         data = torch.zeros(max(1, int(length)), dtype=torch.uint8)
     broadcast_([data], transport)
     return bytes(data[: int(length)].tolist()).decode()
+
+
+def compute_on_rank_0(make: Callable[[], str], transport: Transport) -> str:
+    """Return the text that ``make`` returns on rank 0, on every rank (collective).
+
+    Raises:
+        ConfigError: On all ranks, with the message of the error that rank 0 raised.
+    """
+    text = ""
+    if transport.rank == 0:
+        try:
+            text = make()
+        except ConfigError as wrong:
+            text = f"{_ERROR_PREFIX}{wrong}"
+    result = all_gather_text(text, transport)[0]
+    if result.startswith(_ERROR_PREFIX):
+        raise ConfigError(result.removeprefix(_ERROR_PREFIX))
+    return result

@@ -11,7 +11,7 @@ from typing import TextIO
 import torch
 
 from stretto.cluster.world import World
-from stretto.comm.broadcast import broadcast_text
+from stretto.comm.broadcast import broadcast_text, compute_on_rank_0
 from stretto.comm.transport import Transport, all_gather_text, barrier
 from stretto.config import LoadedConfig, replace_table
 from stretto.data.sample_source import HostContext
@@ -38,7 +38,6 @@ from stretto.run import (
     settings_digest,
 )
 from stretto.strategies import AnyStrategyConfig, AutoConfig
-from stretto.strategies.sharded.assembly import compute_on_rank_0
 from stretto.telemetry.event_text import ranks_text
 from stretto.telemetry.events import Event, RunEnded, RunStarted
 from stretto.telemetry.live import console_sink

@@ -17,7 +17,7 @@ from stretto.program.step_program import (
     Payload,
     PeerRound,
 )
-from stretto.topology.round_peers import RoundPeers
+from stretto.topology.round_peers import RoundPeers, shift_edges
 
 SIGNAL_BYTES = 4
 """A signal that begins or ends an average of a pair."""
@@ -71,10 +71,7 @@ def peers_in_round(route: PeerRound, rank: int) -> RoundPeers:
     width = route.width
     group, member = divmod(rank, width)
     peers = route.topology(group, route.groups, route.number, route.segment)
-    sends, receives = (
-        tuple(edge._replace(rank=member + width * edge.rank) for edge in edges)
-        for edges in (peers.sends, peers.receives)
-    )
+    sends, receives = (shift_edges(e, member, width) for e in (peers.sends, peers.receives))
     return RoundPeers(peers.self_weight, sends, receives)
 
 

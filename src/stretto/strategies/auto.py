@@ -38,4 +38,8 @@ class AutoConfig(Config):
                 'kind = "auto" chooses by a description of the links and measures nothing: set '
                 'cluster to a file of stretto calibrate, or to a name such as "ethernet 10gbit"'
             )
+        if self.profile is not None and self.device != type(self).model_fields["device"].default:
+            raise ValueError(
+                f"device would be ignored: {self.profile} has the compute times; leave device out"
+            )
         return self

@@ -111,6 +111,11 @@ def parse_strategy_spec(spec: str) -> tuple[str, list[str]]:
         ConfigError: The kind is unknown, or an override is not ``key=value``.
     """
     kind, *settings = spec.split(":")
+    if kind == "auto":
+        raise ConfigError(
+            'the strategy "auto" is chosen by `stretto train` before the run; name strategies to '
+            "compare, as in --strategies allreduce,sharded:plan=dear"
+        )
     if kind not in STRATEGIES:
         raise ConfigError(
             f"no strategy {kind!r}{suggest_known_name(kind, list(STRATEGIES), 'known')}"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stretto.cluster.world import Mesh
 from stretto.collectives.codecs import WIRE_DTYPES
+from stretto.comm.broadcast import compute_on_rank_0
 from stretto.comm.transport import Transport
 from stretto.data import SampleSource
 from stretto.errors import ConfigError
@@ -33,7 +34,6 @@ from stretto.profiler.estimate import (
 from stretto.profiler.measure_units import optimizer_state_bytes, other_bytes
 from stretto.profiler.meters import add_allocator_overhead
 from stretto.simulator.cluster import Cluster
-from stretto.strategies.sharded.assembly import compute_on_rank_0
 from stretto.strategies.sharded.config import AUTO, ShardedConfig
 from stretto.strategies.sharded.shard_collectives import NUM_GPU_LANES, NUM_LANES
 from stretto.strategies.sharded.sharded_unit import UnitDtypes

@@ -39,9 +39,6 @@ from stretto.virtual.stacked_gossip import (
 )
 from stretto.virtual.stacked_models import StackedModels
 
-_EXACT_WIRES = ("own", "fp32")
-"""Types in which sums over ranks are those of virtual workers."""
-
 
 class FragmentAveraging:
     """Local SGD, SlowMo, DiLoCo and NoLoCo on stacked models, fragment by fragment."""
@@ -216,7 +213,7 @@ def _refuse_narrow_wire(config: AnyStrategyConfig) -> None:
     if isinstance(config, ShardedConfig):
         settings["parameters"] = config.parameters
     for name, value in settings.items():
-        if value not in _EXACT_WIRES:
+        if value != "own":
             raise ConfigError(
                 f'strategy.{name} = "{value}": virtual workers sum without rounding what ranks '
                 "send, so their result would be another; leave it out, or train ranks"

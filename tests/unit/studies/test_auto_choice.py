@@ -13,7 +13,7 @@ from stretto.planner.profile import load_cluster_or_preset
 from stretto.run import RunConfig
 from stretto.strategies import AllReduceConfig, ShardedConfig, build_strategy
 from stretto.studies.auto_choice import choose_strategy
-from stretto.studies.priced_run import CostSource
+from stretto.studies.priced_run import CostSource, parse_strategy_spec
 from stretto.studies.strategy_prices import Predictor
 
 CLUSTER = "ethernet 10gbit"
@@ -78,11 +78,12 @@ def test_a_profile_gives_the_times_and_its_units(tmp_path, monkeypatch):
     )
     estimate = ["--estimate", "--cluster", CLUSTER, "--device", SLOW]
     assert main(["profile", "run.toml", *estimate, "--out", "profile.json"]) == 0
-    choice = choose_strategy(run("strategy.profile=profile.json"), world(1, 1, 1, 1))
+    profiled = ["strategy.device=", "strategy.profile=profile.json"]
+    choice = choose_strategy(run(*profiled), world(1, 1, 1, 1))
     assert "zero2" in choice.reason
     assert "not priced" not in choice.reason
     with pytest.raises(ConfigError, match=r"no strategy could be priced: .* another model"):
-        choose_strategy(run("strategy.profile=profile.json", "model.width=64"), world(1, 1))
+        choose_strategy(run(*profiled, "model.width=64"), world(1, 1))
 
 
 def test_auto_needs_a_description_of_the_links():
@@ -92,6 +93,13 @@ def test_auto_needs_a_description_of_the_links():
         choose_strategy(run('strategy.cluster="nowhere"'), world(1, 1))
 
 
+def test_a_device_beside_a_profile_is_refused():
+    with pytest.raises(ConfigError, match=r"device would be ignored: p\.json has the compute"):
+        run("strategy.profile=p.json")
+
+
 def test_only_stretto_train_chooses():
     with pytest.raises(ConfigError, match="only stretto train chooses"):
         build_strategy(run().strategy, None)
+    with pytest.raises(ConfigError, match="is chosen by `stretto train`"):
+        parse_strategy_spec("auto")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stretto.cluster.world import Mesh
 from stretto.collectives.codecs import WIRE_DTYPES
+from stretto.comm.broadcast import compute_on_rank_0
 from stretto.comm.collective_executor import CollectiveExecutor
 from stretto.comm.shard_layout import ALIGN, UnitLayout, make_unit_layout
 from stretto.comm.transport import Transport, all_gather_text
@@ -34,8 +35,6 @@ from stretto.strategies.sharded.updates import (
     UnitState,
     check_optimizer,
 )
-
-_ERROR_PREFIX = "wrong: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +82,6 @@ def make_plan_at_start(
     plan = adapt_plan(Plan.model_validate_json(result), shapes, "the plan made at the start")
     check(plan)
     return plan
-
-
-def compute_on_rank_0(make: Callable[[], str], transport: Transport) -> str:
-    """Return the text that ``make`` returns on rank 0, on every rank (collective).
-
-    Raises:
-        ConfigError: On all ranks, with the message of the error that rank 0 raised.
-    """
-    text = ""
-    if transport.rank == 0:
-        try:
-            text = make()
-        except ConfigError as wrong:
-            text = f"{_ERROR_PREFIX}{wrong}"
-    result = all_gather_text(text, transport)[0]
-    if result.startswith(_ERROR_PREFIX):
-        raise ConfigError(result.removeprefix(_ERROR_PREFIX))
-    return result
 
 
 def _profile(config: ShardedConfig, model_info: ModelInfo) -> Profile:
